@@ -13,8 +13,9 @@ from torch import nn
 from modelopt_sparse.accuracy.fisher import with_metrics
 from modelopt_sparse.accuracy.repair import Teacher, distill
 from modelopt_sparse.accuracy.tuning import BatchNumbers
-from modelopt_sparse.calibration.blocks import blocks_in_call_order, run_dense
+from modelopt_sparse.calibration.blocks import blocks_in_call_order
 from modelopt_sparse.calibration.data import Call
+from modelopt_sparse.calibration.dense import run_dense
 from modelopt_sparse.calibration.forward import CalibrationData
 from modelopt_sparse.calibration.run import InMemory, Run, Storage, calibrating, refuse_non_finite
 from modelopt_sparse.distributed import Processes, is_sharded
@@ -230,7 +231,7 @@ def _judge(data: CalibrationData) -> Callable[[], float] | None:
     """How far the model's output is from what it is now, on the calls held back. None where nothing is left open by
     `Reconstruct`, or where the model cannot be asked, as the report says."""
     run, options, judge, why = data.run, data.run.config.reconstruct, None, None
-    if options is None or "auto" not in (options.masks, options.metric):
+    if options is None or not options.tries:
         return None
     try:
         if data.calls is None or not run.storage.resident:

@@ -34,8 +34,9 @@ from modelopt_sparse.accuracy.choose import (
 from modelopt_sparse.accuracy.fisher import with_metrics
 from modelopt_sparse.accuracy.repair import Teacher, dense_goals, distill, reconstruct
 from modelopt_sparse.accuracy.tuning import BatchNumbers
-from modelopt_sparse.calibration.blocks import blocks_in_call_order, run_dense
+from modelopt_sparse.calibration.blocks import blocks_in_call_order
 from modelopt_sparse.calibration.data import Call
+from modelopt_sparse.calibration.dense import run_dense
 from modelopt_sparse.calibration.forward import CalibrationData
 from modelopt_sparse.calibration.run import InMemory, Run, calibrating
 from modelopt_sparse.distributed import Processes

@@ -18,7 +18,7 @@ import modelopt_sparse as mts
 from modelopt_sparse import smaller
 from modelopt_sparse.accuracy.choose import _Seen
 from modelopt_sparse.accuracy.refit import gram_scores, refit
-from modelopt_sparse.calibration.calls import AtBlock
+from modelopt_sparse.calibration.calls import AtBlock, Order, WalkedCall
 from modelopt_sparse.methods.patterns import Unstructured
 from modelopt_sparse.methods.scores import Magnitude
 from modelopt_sparse.model.resize import WIDTHS, spans, twin_of
@@ -502,10 +502,12 @@ def test_calls_that_do_not_come_to_a_block_count_for_what_judges(monkeypatch):
     """Of four calls the second and the fourth do."""
     monkeypatch.setattr("modelopt_sparse.calibration.calls.forward_context", lambda run: nullcontext())
     monkeypatch.setattr("modelopt_sparse.calibration.calls.input_hooks", lambda *args: nullcontext(Mock()))
-    calls = [Mock(numbered=SimpleNamespace(number=number, masks=None)) for number in (1, 3)]
-    walk, seen, places = MagicMock(), _Seen(Mock(), Mock(), set()), []
-    walk.calls.run_to.side_effect = lambda *args: places.append(seen.place)
-    AtBlock(walk, Mock(), nn.Linear(2, 2), calls, None, once=True).collect([], seen.see, seen.begin, go_on=False)
+    block = nn.Linear(2, 2)
+    calls = [WalkedCall(SimpleNamespace(number=number, masks=None), (block,)) for number in (1, 3)]  # type: ignore[arg-type]
+    again, seen, places = MagicMock(), _Seen(Mock(), Mock(), set()), []
+    again.run_to.side_effect = lambda *args: places.append(seen.place)
+    walk = AtBlock(again, calls, Order([block], ()))
+    walk.at(block).collect([], seen.see, seen.begin)
     assert places == [1, 3]
 
 

@@ -10,8 +10,9 @@ goes through the head once more beside the sparse model's own (Hinton et al. 201
 what is no logits of a head, the output itself is kept.
 """
 
+import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -92,13 +93,19 @@ class Way(NamedTuple):
         return f"masks {'move' if self.moves else 'frozen'}, {'fisher' if self.fisher else 'plain'} metric"
 
 
+Values = list[
+    tuple[nn.Parameter, Tensor, Tensor | None]
+]  # each weight with a copy of it, and of its mask if that moves
+
+
 class Tried(NamedTuple):
     """What a way came to. ``loss``: how far the model's output is from the dense model's, on the calls held back; where
     that is not asked, the error of the block."""
 
+    way: Way
     loss: float
     reports: list[BlockReport]
-    values: list[Tensor]
+    values: Values
 
 
 def reconstruct(
@@ -123,32 +130,34 @@ def reconstruct(
     assert options is not None
     assert isinstance(inputs, AtBlock)
     weights = dict(tunable(run.model, inputs.block, masks, vectors=options.norms_and_biases))
-    solved, as_solved = _values(weights, movable), None if judge is None else judge()
-    tried: dict[Way, Tried] = {}
+    ways = _ways(inputs, movable, tuned, proved=judge is not None)
+    losses, best = dict[Way, float](), Tried(ways[0], math.inf, [], [])
+    solved = _values(weights, movable) if judge is not None or len(ways) > 1 else []
+    as_solved = math.inf if judge is None else judge()
     try:
-        for way in _ways(inputs, movable, tuned, proved=judge is not None):
-            _write(weights, movable, solved)
-            reports = [*_tuned_parts(block, tuned, weights, movable if way.moves else {}, inputs, way)]
-            if reports:
-                loss = reports[-1].error_after if judge is None else judge()
-                tried[way] = Tried(loss, reports, _values(weights, movable))
+        for way in ways:
+            _write(solved, movable)
+            reports = _tuned_parts(block, tuned, weights, movable if way.moves else {}, inputs, way)
+            if not reports:
+                return
+            losses[way] = reports[-1].error_after if judge is None else judge()
+            if not best.reports or losses[way] < best.loss:
+                best = Tried(way, losses[way], reports, _values(weights, movable) if solved else [])
     except BaseException:
         run.report.notes.append(
             f"{tuned[-1].name!r}: its reconstruction was broken off; it has the best values up to then"
         )
         raise
-    for way in sorted(tried, key=lambda way: tried[way].loss)[:1]:
-        best = tried[way]
-        _write(weights, movable, best.values)
-        notes = [f"{other}: {tried[other].loss:.4g}" for other in tried] if len(tried) > 1 else []
-        for report in best.reports:
-            report = replace(report, way=str(way), notes=[*report.notes, *notes])
-            if as_solved is not None and as_solved <= best.loss:
-                _write(weights, movable, solved)
-                off = f"is off by {as_solved:.4g}, and by {best.loss:.4g} if tuned"
-                why = f"left as solved: the output of the model {off}"
-                report = replace(report, error_after=report.error_before, epoch=0, notes=[why, *notes])
-            run.report.reconstructed(report, {plan.name for plan in block.layer_plans})
+    notes = [f"{way}: {loss:.4g}" for way, loss in losses.items() if len(losses) > 1]
+    stays = as_solved <= best.loss
+    _write(solved if stays else best.values, movable)
+    for report in best.reports:
+        report = replace(report, way=str(best.way), notes=[*report.notes, *notes])
+        if stays:
+            off = f"is off by {as_solved:.4g}, and by {best.loss:.4g} if tuned"
+            why = f"left as solved: the output of the model {off}"
+            report = replace(report, error_after=report.error_before, epoch=0, notes=[why, *notes])
+        run.report.reconstructed(report, {plan.name for plan in block.layer_plans})
 
 
 def _ways(
@@ -162,23 +171,26 @@ def _ways(
     metrics = {"plain": [False], "fisher": [True], "auto": [False, True]}[options.metric]
     metrics = [False] if tuned[-1].metric is None else metrics if proved else metrics[-1:]
     ways = [Way(*way) for way in product(moves, metrics)]
-    taken = {report.way for report in inputs.run.report.blocks if report.name.startswith(inputs.stack.names)}
+    stack = inputs.again.stack_of[inputs.block]
+    taken = {report.way for report in inputs.run.report.blocks if report.name.startswith(stack.names)}
     return [way for way in ways if str(way) in taken] or ways
 
 
-def _values(weights: Masks, movable: Mapping[nn.Parameter, Movable]) -> list[Tensor]:
-    """Copies of weights, and then of the masks of those that may move."""
-    masks = [movable[weight].mask_in_place() for weight in weights if weight in movable]
-    return [x.detach().clone() for x in (*weights, *masks)]
+def _values(weights: Masks, movable: Mapping[nn.Parameter, Movable]) -> Values:
+    """Copies of weights, and of the masks that those carry which may move."""
+    values = []
+    for weight in weights:
+        mask = movable[weight].carried_mask() if weight in movable else None
+        values.append((weight, weight.detach().clone(), None if mask is None else mask.clone()))
+    return values
 
 
 @torch.no_grad()
-def _write(weights: Masks, movable: Mapping[nn.Parameter, Movable], values: list[Tensor]) -> None:
-    """`_values` back into the model."""
-    masks = iter(values[len(weights) :])
-    for weight, value in zip(weights, values):
-        if weight in movable:
-            movable[weight].set_mask(next(masks))
+def _write(values: Values, movable: Mapping[nn.Parameter, Movable]) -> None:
+    """Values of weights, and their masks, back into the model."""
+    for weight, value, mask in values:
+        if mask is not None:
+            movable[weight].set_mask(mask)
         weight.copy_(value)
 
 
@@ -189,10 +201,11 @@ def _tuned_parts(
     movable: Mapping[nn.Parameter, Movable],
     inputs: AtBlock,
     way: Way,
-) -> Iterator[BlockReport]:
+) -> list[BlockReport]:
+    """Each module that is tuned together, one after the other; what the inner ones hold is not tuned again."""
     run, outputs = inputs.run, outputs_of(block.layer_plans)
     assert run.config.reconstruct is not None
-    rate, rest = run.config.reconstruct.learning_rate, dict(weights)
+    rate, rest, reports = run.config.reconstruct.learning_rate, dict(weights), list[BlockReport]()
     with forward_context(run):
         token_masks = _token_masks(block, inputs, tuned[-1].goals)
         batches = BatchNumbers.of_calls(inputs.data, [call.numbered.number for call in inputs.calls])
@@ -203,7 +216,8 @@ def _tuned_parts(
             if chosen:
                 values = TunedWeights(chosen, outputs, rate, movable, processes=run.processes)
                 with only_these_require_grad(inputs.block, chosen, masked=not movable):
-                    yield _tuned(part, inputs, token_masks, batches, values)
+                    reports.append(_tuned(part, inputs, token_masks, batches, values))
+    return reports
 
 
 def _token_masks(block: BlockTask, inputs: AtBlock, goals: list[Tensor]) -> list[Tensor | None]:

@@ -233,9 +233,9 @@ class Movable:
         scores = self.layer.matrix(values) * self.norms.to(values.device)
         return self.layer.unmatrix(self.pattern.mask(scores.abs_()))
 
-    def mask_in_place(self) -> Tensor:
-        """The mask that the layer carries."""
-        return self.layer.owner.get_buffer(self.layer.param + SUFFIX)
+    def carried_mask(self) -> Tensor | None:
+        """The mask that the layer's module holds, if it holds one."""
+        return getattr(self.layer.owner, self.layer.param + SUFFIX, None)
 
     def set_mask(self, mask: Tensor) -> None:
         """On every module that holds the weight and carries a mask."""

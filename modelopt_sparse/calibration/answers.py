@@ -2,9 +2,9 @@
 only the shape is known where they are not."""
 
 import random
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, NoReturn
 
@@ -102,28 +102,25 @@ class Unknown(Tensor):
 
 @dataclass(frozen=True)
 class Leaf:
-    """A tensor of an output: what it looks like on meta, its device, which tensor of the block's arguments it is, if it
-    is one of them as it was given, and its value, if that is kept."""
+    """Tensor ``number`` of an output: what it looks like on meta, its device, and which tensor of the block's arguments
+    it is, if it is one of them as it was given."""
 
+    number: int
     meta: Tensor
     device: torch.device
     same: int | None
-    value: Tensor | None = None
-
-
-def of_leaves(function: Callable[[Leaf], Any]) -> Callable[[Any], Any]:
-    return lambda x: function(x) if isinstance(x, Leaf) else x
 
 
 @dataclass(frozen=True)
 class Answer:
     """The output of a block in one visit, and what the block has written into mappings among its arguments, with a
-    `Leaf` for each tensor; and the states of the random numbers after it. ``holds``: whether some values are kept."""
+    `Leaf` for each tensor. values: those of the tensors that are kept, by number. random: the states of the random
+    numbers after the visit."""
 
     output: Any
     written: list[dict[Any, Any]]
-    random: list[Any]
-    holds: bool = False
+    values: Mapping[int, Tensor] = field(default_factory=dict)
+    random: Sequence[Any] = ()
 
     @classmethod
     def of(
@@ -133,7 +130,7 @@ class Answer:
         the visit. ``home``: where the model will see the output, if not where it is."""
         if any(x.is_nested or x.layout != torch.strided for x in flat_tensors((output, args, kwargs))):
             return None
-        inputs = enumerate(zip(before.tensors, before.versions))
+        inputs, numbers = enumerate(zip(before.tensors, before.versions)), count()
         places = {id(x): n for n, (x, was) in inputs if not x.is_inference() and version(x) == was}
         written = [
             {key: value for key, value in now.items() if was.get(key, was) is not value}
@@ -142,54 +139,30 @@ class Answer:
 
         def leaf(x: Tensor) -> Leaf:
             meta = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
-            return Leaf(meta, home or x.device, places.get(id(x)))
+            return Leaf(next(numbers), meta, home or x.device, places.get(id(x)))
 
-        return cls(map_tensors(leaf, output), map_tensors(leaf, written), [])
+        return cls(*map_tensors(leaf, (output, written)))
 
-    def holding(
-        self,
-        output: Any,
-        args: tuple,
-        kwargs: dict[str, Any],
-        hold: Callable[[Tensor, int], Tensor],
-        is_wanted: Callable[[int], bool],
-    ) -> "Answer":
-        """The same with values: what ``hold`` makes of those tensors whose numbers are wanted."""
+    def tensors(self, output: Any, args: tuple, kwargs: dict[str, Any]) -> list[Tensor]:
+        """The tensors of the visit that this was made of, in the order of their numbers."""
         written = [{key: now[key] for key in of_one} for of_one, now in zip(self.written, mappings(args, kwargs))]
-        values = enumerate(flat_tensors((output, written)))
+        return flat_tensors((output, written))
 
-        def with_value(leaf: Leaf) -> Leaf:
-            number, x = next(values)
-            return replace(leaf, value=hold(x.to(leaf.device), number)) if is_wanted(number) else leaf
-
-        output, written = map_leaves(of_leaves(with_value), (self.output, self.written))
-        return replace(self, output=output, written=written, holds=True)
-
-    def only(self, is_wanted: Callable[[int], bool]) -> "Answer":
-        """The same without the values of those tensors whose numbers are not wanted."""
-        numbers, held = count(), list[bool]()
-
-        def some(leaf: Leaf) -> Leaf:
-            held.append(is_wanted(next(numbers)) and leaf.value is not None)
-            return leaf if held[-1] else replace(leaf, value=None)
-
-        output, written = map_leaves(of_leaves(some), (self.output, self.written))
-        return replace(self, output=output, written=written, holds=any(held))
-
-    def given(self, args: tuple, kwargs: dict[str, Any], place: int, need: Callable[[], NoReturn]) -> Any:
+    def put_out(self, args: tuple, kwargs: dict[str, Any], place: int, need: Callable[[], NoReturn]) -> Any:
         """The output of the visit at a ``place`` of its call, for a block that is called with these arguments. What is
         not kept, and no argument, is unknown."""
-        inputs, numbers = flat_tensors((args, kwargs)), count()
+        inputs = flat_tensors((args, kwargs))
 
-        def tensor(leaf: Leaf) -> Tensor:
-            number = next(numbers)
-            if leaf.value is not None:
-                return leaf.value.to(leaf.device, copy=True)  # the model may write to it
+        def tensor(leaf: Any) -> Any:
+            if not isinstance(leaf, Leaf):
+                return leaf
+            if leaf.number in self.values:
+                return self.values[leaf.number].to(leaf.device, copy=True)  # the model may write to it
             if leaf.same is not None and leaf.same < len(inputs):
                 return inputs[leaf.same]
-            return Unknown(leaf.meta, leaf.device, {(place, number)}, need)
+            return Unknown(leaf.meta, leaf.device, {(place, leaf.number)}, need)
 
-        output, written = map_leaves(of_leaves(tensor), (self.output, self.written))
+        output, written = map_leaves(tensor, (self.output, self.written))
         for mapping, new in zip(mappings(args, kwargs), written):
             mapping.update(new)
         return output

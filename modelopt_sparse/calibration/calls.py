@@ -17,8 +17,6 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence, Se
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from operator import is_
-from types import FunctionType, MethodType, ModuleType
 from typing import Any, NoReturn
 from weakref import ref
 
@@ -36,7 +34,6 @@ from modelopt_sparse.calibration.answers import (
     shared_states,
     signature,
 )
-from modelopt_sparse.calibration.data import Call
 from modelopt_sparse.calibration.forward import (
     NOT_OF_THE_BATCH,
     Begin,
@@ -50,17 +47,15 @@ from modelopt_sparse.calibration.forward import (
     watched_outputs,
 )
 from modelopt_sparse.calibration.run import Run
+from modelopt_sparse.calibration.state import ModelState, objects_of, own_arguments
 from modelopt_sparse.model.devices import (
-    WRAPPED_BY,
     flat_tensors,
     forward_replaced,
     has_hook,
     input_device,
-    leaves_of,
     map_tensors,
     offload_again,
     onloaded,
-    version,
 )
 from modelopt_sparse.model.layers import Stack
 from modelopt_sparse.plan.plan import LayerPlan
@@ -72,26 +67,29 @@ class Stop(BaseException):
     """Ends a call of the model that has done what it was run for."""
 
 
-@dataclass(frozen=True)
-class Way:
-    """The blocks that a call comes to, in order, each as often as the call comes to it.
-
-    needed: of what blocks put out, each tensor that is needed later -> the place of the last visit that needs it; None:
-    that is not known, and what blocks put out may also decide where the call goes.
-    """
-
-    blocks: tuple[nn.Module, ...]
-    needed: Mapping[Source, int] | None = None
-
-
 @dataclass(eq=False)
 class WalkedCall:
-    """A call on its way through the blocks. ``answers``: of its first visits, those that are over for good."""
+    """A call on its way through the blocks.
+
+    way: the blocks that it comes to, in order, each as often as the call comes to it; empty before that is seen.
+    needed: of what blocks put out, each tensor that is needed later -> the place of the last visit that needs it; None:
+      that is not known, and what blocks put out may also decide where the call goes.
+    answers: of its first visits, those that are over for good. keeps_all: with all that blocks have put out.
+    starts_again: whether it may, because blocks that have answered are what they were.
+    """
 
     numbered: NumberedCall
-    way: Way | None = None
+    way: tuple[nn.Module, ...] = ()
+    needed: Mapping[Source, int] | None = None
     answers: list[Answer] = field(default_factory=list)
     keeps_all: bool = False
+    starts_again: bool = True
+
+    def going_on(self) -> "WalkedCall":
+        """The same with the answers that it has now, and with all from now on that may be needed: it cannot start
+        again."""
+        keeps_all = self.keeps_all or self.needed is None
+        return replace(self, answers=[*self.answers], keeps_all=keeps_all, starts_again=False)
 
 
 @dataclass(eq=False)
@@ -127,92 +125,55 @@ Seen = Callable[[UnderWay, nn.Module, Any, bool], object]  # gets a visit that i
 
 
 class Calls:
-    """Calls of the model, which are run again and again while its blocks are watched.
+    """Runs calls of the model while its blocks are watched.
 
-    calls: those of this process. done: blocks whose outputs are final, in the walk over the blocks.
-    outside: blocks that were called outside of a call of the model. seen: gets each visit of a block.
+    stack_of: block -> its stack. outside: blocks that were called outside of a call of the model.
+    seen: gets each visit of a block.
     shapes: (block, signature of its arguments) -> its output without values, of all visits that have run.
     """
 
-    def __init__(
-        self,
-        data: CalibrationData,
-        stacks: Mapping[nn.Module, Stack],
-        calls: Sequence[WalkedCall] = (),
-        whole: Container[nn.Module] = (),
-        shapes: dict[Any, Answer] | None = None,
-    ) -> None:
-        """``stacks``: block -> its stack. ``whole``: blocks that run in each call, and never answer."""
-        self.data, self.run, self.calls = data, data.run, [*calls]
-        self.done: frozenset[nn.Module] = frozenset()
+    def __init__(self, data: CalibrationData, shapes: dict[Any, Answer] | None = None) -> None:
+        self.data, self.run = data, data.run
+        self.stack_of = {block: stack for stack in self.run.plan.stacks for block in stack.blocks}
         self.outside: set[nn.Module] = set()
         self.seen: Seen | None = None
         self.shapes = {} if shapes is None else shapes
-        self._stacks, self._whole = stacks, whole
         modules = [*self.run.model.modules()]
         self._state = partial(ModelState, modules, objects_of(modules))
         self._now: UnderWay | None = None
-        self._starts_again = True
         self._newest: dict[Any, deque[ref[Tensor]]] = {}
         self._moved_by_hooks = False
         moved = self.run.config.device is not None
-        self._home = {block: input_device(block) for block in stacks if moved and not has_hook(block)}
+        self._home = {block: input_device(block) for block in self.stack_of if moved and not has_hook(block)}
 
-    def forked(self) -> "Calls":
-        """The same calls with the answers that they have now; each of the two goes on by itself."""
-        other = copy.copy(self)
-        other.calls = [replace(call, answers=[*call.answers]) for call in self.calls]
-        other.keep_what_may_be_needed()
-        return other
-
-    def keep_what_may_be_needed(self) -> None:
-        """From now on no call can start again: blocks that have answered are not what they were."""
-        self._starts_again = False
-        for call in self.calls:
-            call.keeps_all |= call.way is not None and call.way.needed is None
-
-    def only(self, numbers: Sequence[int]) -> "Calls":
-        other = copy.copy(self)
-        other.calls = [self.calls[number] for number in numbers]
-        return other
-
-    def coming_to(self, block: nn.Module) -> list[WalkedCall]:
-        return [call for call in self.calls if call.way is not None and block in call.way.blocks]
-
-    def follow(self, numbered: NumberedCall) -> None:
+    def follow(self, call: WalkedCall) -> None:
         """A call that the user's own loop makes begins. Which way it goes is seen, until `end_following`."""
-        self.calls.append(WalkedCall(numbered))
-        self._now = UnderWay(self.calls[-1])
+        self._now = UnderWay(call)
 
     def end_following(self) -> None:
         if self._now is not None:
-            self._now.call.way = Way(tuple(self._now.visits))
+            self._now.call.way = tuple(self._now.visits)
         self._now = None
 
     # running a call -------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
-        """While entered, each block answers, runs or stops the call, as the call under way wants it."""
+    def watching(self, *, moved_by_hooks: bool = False) -> Iterator[None]:
+        """While entered, each block answers, runs or stops the call, as the call under way wants it. With
+        ``moved_by_hooks`` blocks that run are brought to the execution device before, so that hooks which are entered
+        later see what they get there."""
         with ExitStack() as undo:
-            if not self._moved_by_hooks:  # a block has its weights before it moves
+            if moved_by_hooks:
+                undo.enter_context(onloaded_blocks(self.run))
+                undo.callback(setattr, self, "_moved_by_hooks", False)
+                self._moved_by_hooks = True
+            else:  # a block has its weights before it moves
                 undo.enter_context(self.run.storage.on_request())
             for module in {module for module, _ in self.data.sides[self.run.model]} - {self.run.model}:
                 undo.enter_context(module.register_forward_pre_hook(self._tell, with_kwargs=True))
             for block in self.run.plan.blocks:
                 undo.enter_context(forward_replaced(block, partial(self._visit, block)))
             yield
-
-    @contextmanager
-    def moved_by_hooks(self) -> Iterator[None]:
-        """While entered, before `watching`, hooks bring blocks to the execution device, so that others that are entered
-        later see what they get there."""
-        with onloaded_blocks(self.run):
-            self._moved_by_hooks = True
-            try:
-                yield
-            finally:
-                self._moved_by_hooks = False
 
     def _tell(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """Padding that a module inside the model is told of, in the call under way."""
@@ -221,27 +182,27 @@ class Calls:
 
     def whole(self, call: WalkedCall) -> None:
         """Run a call to its end, through all blocks as they are, which tells its way."""
-        call.answers, call.way = [], None
-        call.way = Way(tuple(self._run(UnderWay(call)).visits))
+        call.answers = []
+        self._run(UnderWay(call))
 
     def learn_way(self, call: WalkedCall) -> None:
         """See to which blocks a call comes, and what these need: by the shapes of what blocks put out, if these tell
         it; else the way alone, by a whole run."""
         try:
             now = self._run(UnderWay(call, only_shapes=True))
-            call.way = Way(tuple(now.visits), now.needs)
+            call.way, call.needed = tuple(now.visits), now.needs
         except Needed:
-            if call.way is None:
+            if not call.way:
                 self.whole(call)
 
     def run_to(self, call: WalkedCall, block: nn.Module | None, finished: Set[nn.Module]) -> None:
         """Run a call until it has come to ``block`` for the last time; None: to its end. What ``finished`` blocks put
-        out is kept from now on."""
+        out is kept from now on. The way of a call that has come to its end is the one that it went now."""
         now = UnderWay(call, block, finished, gradients=torch.is_grad_enabled())
         try:
             self._run(now)
         except Needed:
-            if call.keeps_all or now.begun or not self._starts_again:
+            if call.keeps_all or now.begun or not call.starts_again:
                 problem = f"batch {call.numbered.number}: the model looks at what an earlier block has put out"
                 raise RuntimeError(f"{problem}, which the calls that were tried do not: leave it out") from None
             call.answers, call.keeps_all = [], True
@@ -251,8 +212,7 @@ class Calls:
         """Raises `Needed` if the call asks for what was not kept."""
         call, self._now, ended = now.call, now, False
         if now.wanted is not None:
-            assert call.way is not None
-            now.last = max((n for n, block in enumerate(call.way.blocks) if block is now.wanted), default=None)
+            now.last = max((n for n, block in enumerate(call.way) if block is now.wanted), default=None)
         state, (own, put_back) = self._state(), own_arguments(call.numbered.call)
         try:
             with ExitStack() as hooks:
@@ -279,19 +239,9 @@ class Calls:
                     offload_again(self.run.model)
         if now.needed:  # and the model has caught it
             raise Needed
-        if ended and call.way is not None and not now.only_shapes:
-            self._refuse_late(call, now)
+        if ended and not now.only_shapes:
+            call.way = tuple(now.visits)
         return now
-
-    def _refuse_late(self, call: WalkedCall, now: UnderWay) -> None:
-        """A call that has come to its end may have gone another way than before, but not back to a finished block."""
-        assert call.way is not None
-        more = Counter(now.visits) - Counter(call.way.blocks)
-        if late := [block for block in more if block in self.done]:
-            name = next(name for name, block in self.run.plan.named_blocks.items() if block is late[0])
-            problem = f"calibration batch {call.numbered.number} comes back to block {name!r}, which is sparse by now"
-            raise ValueError(f"{problem}; its statistics are without that: leave this batch out")
-        call.way = replace(call.way, blocks=tuple(now.visits))
 
     # a visit of a block ---------------------------------------------------------------------------------------------
 
@@ -307,31 +257,32 @@ class Calls:
             raise Stop  # the model has caught the first one
         place = len(now.visits)
         now.visits.append(block)
-        ran = place >= len(now.call.answers) and not now.only_shapes
-        step = self._computed if ran else self._answered
-        output = step(now, place, block, forward, args, kwargs)
+        answer = self._answer(now, place, block, args, kwargs)
+        if answer is None:
+            output = self._computed(now, place, block, forward, args, kwargs)
+        else:
+            output = answer.put_out(args, kwargs, place, now.need)
+            now.guessed |= any(isinstance(x, Unknown) for x in flat_tensors(output))
         if self.seen is not None:
-            self.seen(now, block, output, ran)
+            self.seen(now, block, output, answer is None)
         return output
 
-    def _answered(
-        self, now: UnderWay, place: int, block: nn.Module, forward: Callable, args: tuple, kwargs: dict[str, Any]
-    ) -> Any:
-        answers = now.call.answers
-        answer = self.shapes.get((block, signature(args, kwargs))) if now.only_shapes else answers[place]
-        if answer is None:
-            now.need()
-        if not now.only_shapes:
-            assert now.call.way is not None
-            if now.call.way.blocks[place] is not block:
-                batch = f"calibration batch {now.call.numbered.number}"
-                raise RuntimeError(f"{batch} comes to the blocks in another order than before, with the same inputs")
-            draw_from(answer.random)  # as if the block had drawn its own
-        for x in flat_tensors((args, kwargs)) if now.only_shapes else ():
-            now.needs |= dict.fromkeys(x.sources if isinstance(x, Unknown) else (), place)
-        output = answer.given(args, kwargs, place, now.need)
-        now.guessed |= any(isinstance(x, Unknown) for x in flat_tensors(output))
-        return output
+    def _answer(
+        self, now: UnderWay, place: int, block: nn.Module, args: tuple, kwargs: dict[str, Any]
+    ) -> Answer | None:
+        """What the visit at this place is answered with; None: the block computes."""
+        call = now.call
+        if now.only_shapes:
+            for x in flat_tensors((args, kwargs)):
+                now.needs |= dict.fromkeys(x.sources if isinstance(x, Unknown) else (), place)
+            return self.shapes.get((block, signature(args, kwargs))) or now.need()
+        if place >= len(call.answers):
+            return None
+        if call.way[place] is not block:
+            batch = f"calibration batch {call.numbered.number}"
+            raise RuntimeError(f"{batch} comes to the blocks in another order than before, with the same inputs")
+        draw_from(call.answers[place].random)  # as if the block had drawn its own
+        return call.answers[place]
 
     def _computed(
         self, now: UnderWay, place: int, block: nn.Module, forward: Callable, args: tuple, kwargs: dict[str, Any]
@@ -344,12 +295,10 @@ class Calls:
         answer = Answer.of(output, before, args, kwargs, self._home.get(block))
         if answer is not None:
             self.shapes[key] = answer
-        if answer is not None and place == len(now.call.answers) and block in now.finished and block not in self._whole:
-            self._keep(now, answer, output, args, kwargs)
-        if now.last is not None:
-            assert now.call.way is not None
-            if now.call.way.blocks[place : place + 1] != (block,):
-                now.last = None  # another way than before: it is run to its end
+            if place == len(now.call.answers) and block in now.finished:
+                self._keep(now, answer, answer.tensors(output, args, kwargs))
+        if now.last is not None and now.call.way[place : place + 1] != (block,):
+            now.last = None  # another way than before: it is run to its end
         return output
 
     def _after(self, block: nn.Module, args: Any, output: Any) -> None:
@@ -377,26 +326,26 @@ class Calls:
         finally:
             block.to(home)
 
-    def _keep(self, now: UnderWay, answer: Answer, output: Any, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Keep of a visit's output, and of those before, what visits that come later need."""
+    def _keep(self, now: UnderWay, answer: Answer, tensors: Sequence[Tensor]) -> None:
+        """Keep of a visit's ``tensors``, and of those before, what visits that come later need."""
         call, place = now.call, len(now.call.answers)
-        assert call.way is not None
-        needed, newest = call.way.needed, {self._stacks.get(block): n for n, block in enumerate(now.visits)}
+        newest = {self.stack_of.get(block): n for n, block in enumerate(now.visits)}
 
         def is_wanted(n: int, number: int) -> bool:
             if call.keeps_all:
                 return True
-            if needed is None:  # not known: the last output of each stack
+            if call.needed is None:  # not known: the last output of each stack
                 return n in newest.values()
-            return needed.get((n, number), -1) > place
+            return call.needed.get((n, number), -1) > place
 
         for n, earlier in enumerate(call.answers):
-            if earlier.holds:
-                call.answers[n] = earlier.only(partial(is_wanted, n))
-        answer = answer.holding(output, args, kwargs, self._hold, partial(is_wanted, place))
-        states = random_states()
-        answer.random.extend(shared_states(states, call.answers[-1].random) if call.answers else states)
-        call.answers.append(answer)
+            if earlier.values:
+                values = {number: x for number, x in earlier.values.items() if is_wanted(n, number)}
+                call.answers[n] = replace(earlier, values=values)
+        home, states = self._home.get(now.visits[place]), random_states()
+        values = {n: self._hold(x.to(home or x.device), n) for n, x in enumerate(tensors) if is_wanted(place, n)}
+        states = shared_states(states, call.answers[-1].random) if call.answers else states
+        call.answers.append(replace(answer, values=values, random=states))
 
     @torch.inference_mode(False)
     def _hold(self, x: Tensor, number: int) -> Tensor:
@@ -423,88 +372,6 @@ def copied(x: Tensor, run: Run) -> Tensor:
     return held.clone() if held.data_ptr() == x.data_ptr() else held
 
 
-def own_arguments(call: Call) -> tuple[Call, Callable[[], None]]:
-    """The call with the same tensors, and with copies of whatever else it could write to, such as caches; and what
-    undoes writes to the tensors."""
-    tensors = flat_tensors((call.args, call.kwargs))
-    before = [(x, version(x), x.detach().clone()) for x in tensors]
-    held = [x for x in leaves_of((call.args, call.kwargs)) if isinstance(x, (Tensor, nn.Module))]
-    try:
-        args, kwargs = copy.deepcopy((call.args, dict(call.kwargs)), {id(x): x for x in held})
-    except (TypeError, RuntimeError, AttributeError):  # what cannot be copied, such as a lock, is handed on
-        args, kwargs = map_tensors(lambda x: x, (call.args, dict(call.kwargs)))
-
-    @torch.no_grad()
-    def put_back() -> None:
-        for x, was, values in before:
-            if version(x) != was:
-                x.copy_(values)
-
-    return replace(call, args=args, kwargs=kwargs), put_back
-
-
-# what a call that was stopped leaves behind ---------------------------------------------------------------------------
-
-CUDA, CUDNN = torch.backends.cuda, torch.backends.cudnn
-FLAGS: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
-    (torch.get_default_dtype, torch.set_default_dtype),
-    (torch.is_grad_enabled, torch.set_grad_enabled),
-    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-    (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
-    (CUDA.flash_sdp_enabled, CUDA.enable_flash_sdp),
-    (CUDA.mem_efficient_sdp_enabled, CUDA.enable_mem_efficient_sdp),
-    (CUDA.math_sdp_enabled, CUDA.enable_math_sdp),
-    (CUDA.cudnn_sdp_enabled, CUDA.enable_cudnn_sdp),
-    *((partial(torch.is_autocast_enabled, x), partial(torch.set_autocast_enabled, x)) for x in ("cpu", "cuda")),
-    *((partial(torch.get_autocast_dtype, x), partial(torch.set_autocast_dtype, x)) for x in ("cpu", "cuda")),
-    (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
-    (torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled),
-    (torch.get_num_threads, torch.set_num_threads),
-    *((partial(getattr, CUDNN, x), partial(setattr, CUDNN, x)) for x in ("enabled", "benchmark", "deterministic")),
-]
-OF_A_MODULE = frozenset(vars(nn.Module())) - {"training"} | WRAPPED_BY  # never put back
-
-
-class ModelState:
-    """Attributes of modules, what lists, sets and dicts among them hold, attributes of objects among them such as
-    configs, buffers (not what these hold), and torch's flags for the process."""
-
-    def __init__(self, modules: Sequence[nn.Module], objects: Sequence[Any]) -> None:
-        self._attributes = [(own, dict(own), _contents(own)) for own in map(vars, (*modules, *objects))]
-        self._buffers = [(module._buffers, dict(module._buffers)) for module in modules]
-        self._flags = [get() for get, _ in FLAGS]
-
-    def put_back(self) -> None:
-        for own, before, contents in self._attributes:
-            same = len(own) == len(before) and all(map(is_, own.values(), before.values()))
-            for key in () if same else (own.keys() | before.keys()) - OF_A_MODULE:
-                if key in before:
-                    own[key] = before[key]
-                else:
-                    del own[key]
-            for value, was in contents:
-                value.clear()
-                (value.extend if isinstance(value, list) else value.update)(was)
-        for buffers, before in self._buffers:
-            buffers.update(before)
-        for (get, put), before in zip(FLAGS, self._flags):
-            if get() != before:
-                put(before)
-
-
-def objects_of(modules: Sequence[nn.Module]) -> list[Any]:
-    """Attributes of modules that have attributes themselves, each once: no modules, tensors, classes and functions."""
-    values = {id(value): value for own in map(vars, modules) for key, value in own.items() if key not in OF_A_MODULE}
-    others = (nn.Module, Tensor, type, FunctionType, MethodType, partial, ModuleType)
-    return [x for x in values.values() if isinstance(getattr(x, "__dict__", None), dict) and not isinstance(x, others)]
-
-
-def _contents(own: Mapping[str, Any]) -> list[tuple[Any, Any]]:
-    """Lists, sets and dicts among a module's attributes, each with a copy."""
-    containers = [(key, value) for key, value in own.items() if type(value) in (list, set, dict)]
-    return [(value, copy.copy(value)) for key, value in containers if key not in OF_A_MODULE]
-
-
 # the inputs of one block after the other ------------------------------------------------------------------------------
 
 
@@ -527,119 +394,142 @@ class WholeModel:
         """The next run goes through the block as it is then."""
 
 
-@dataclass(eq=False)
-class Walk:
-    """The ``calls`` on their way through ``blocks``, in the order in which these are made sparse.
+@dataclass(frozen=True)
+class Order:
+    """blocks: in the order in which calls come to them. repeated: those to which some call comes more than once."""
 
-    repeated: blocks to which some call comes more than once.
-    """
-
-    calls: Calls
     blocks: Sequence[nn.Module]
     repeated: Container[nn.Module]
-    _dense: dict[Stack, Calls] = field(default_factory=dict)
 
-    def at(self, stack: Stack, block: nn.Module) -> "AtBlock":
-        calls, options = self.calls, self.calls.run.config.reconstruct
-        if options is not None and options.target == "dense" and stack not in self._dense:
-            # a second set of answers, of the dense blocks of a stack; what lies before it is sparse
-            self._dense[stack] = calls.forked()
-        dense = self._dense.get(stack)
-        return AtBlock(self, stack, block, calls.coming_to(block), dense, block not in self.repeated)
 
-    def leave(self, stack: Stack, block: nn.Module) -> None:
-        """The work on a block is done. The last block of all done, each call that may go other ways than it went when
-        it was dense is run to its end, so that none has come to a finished block unseen."""
-        if not any(other in stack.blocks for other in self.blocks[self.blocks.index(block) + 1 :]):
-            self._dense.pop(stack, None)
-        if block is not self.blocks[-1]:
-            return
-        with self.calls.watching(), forward_context(self.calls.run):
-            for call in self.calls.calls:
-                if call.way is not None and call.way.needed is None:
-                    self.calls.run_to(call, None, self.calls.done)
-        for call in self.calls.calls:
-            call.answers.clear()
+def _nothing(*_: object) -> None:
+    """Nobody asks for the inputs of layers."""
 
 
 @dataclass(eq=False)
 class AtBlock:
-    """The ``calls`` that come to one block.
+    """Calls on their way through blocks, one after the other in ``order``, and the block that they are at.
 
-    dense: all calls on their way through dense blocks alone, if these are what blocks are tuned against. once: each
-    call comes to the block once.
+    again: what runs them. walked: all of them.
+    done: blocks whose outputs are final.
+    dense: the same calls on their way through the dense blocks of a stack alone, if these are what blocks are tuned
+      against; what lies before the stack is sparse.
+    calls: those that come to the ``block``.
     """
 
-    walk: Walk
-    stack: Stack
-    block: nn.Module
-    calls: list[WalkedCall]
-    dense: Calls | None
-    once: bool
+    again: Calls
+    walked: list[WalkedCall]
+    order: Order
+    done: frozenset[nn.Module] = frozenset()
+    dense: dict[Stack, list[WalkedCall]] = field(default_factory=dict)
+    block: nn.Module = field(init=False)
+    calls: list[WalkedCall] = field(init=False)
 
     @property
     def data(self) -> CalibrationData:
-        return self.walk.calls.data
+        return self.again.data
 
     @property
     def run(self) -> Run:
-        return self.walk.calls.run
+        return self.again.run
+
+    @property
+    def once(self) -> bool:
+        """Whether each call comes to the block once."""
+        return self.block not in self.order.repeated
+
+    def at(self, block: nn.Module) -> "AtBlock":
+        """The work on a block begins."""
+        self.block, self.calls = block, [call for call in self.walked if block in call.way]
+        stack, options = self.again.stack_of[block], self.run.config.reconstruct
+        if options is not None and options.target == "dense" and stack not in self.dense:
+            self.dense[stack] = [call.going_on() for call in self.walked]
+        return self
 
     def on_device(self) -> AbstractContextManager[Any]:
         """To be entered for all the work on a block: its weights go to the execution device and come back once."""
         device = self.run.config.device
         return nullcontext() if device is None else onloaded(self.block, device, resident=True)
 
-    def collect(self, layer_plans: Sequence[LayerPlan], see: See, begin: Begin, *, go_on: bool) -> None:
+    def collect(
+        self,
+        layer_plans: Sequence[LayerPlan] = (),
+        see: See = _nothing,
+        begin: Begin = _nothing,
+        *,
+        go_on: bool = False,
+    ) -> None:
         """Run each call to the block; ``begin`` gets it first, and ``see`` sees the inputs of the layers. ``go_on``:
         the block's output is kept, as in `advance`."""
-        again = self.walk.calls
         hooks = input_hooks(layer_plans, [self.block], self.data.sides, see)
-        with again.watching(), hooks as padding, forward_context(self.run):
+        with self.again.watching(), hooks as padding, forward_context(self.run):
             for call in self.calls:
                 padding.masks = call.numbered.masks
                 begin(call.numbered)
-                again.run_to(call, self.block, again.done | {self.block} if go_on else again.done)
+                self._run_to(call, self.block, self.done, go_on=go_on)
         if go_on:
-            again.done |= {self.block}
-            self.walk.leave(self.stack, self.block)
+            self.done |= {self.block}
+            self._leave()
 
     def advance(self) -> None:
         """From now on the block answers with its output as it is now. A block that stays as it is, and at hand, runs
         when the next one is wanted, which saves a run of what lies before it."""
-        again, config = self.walk.calls, self.run.config
-        again.done |= {self.block}
+        config = self.run.config
+        self.done |= {self.block}
         later = self.run.storage.resident and config.device is None and config.sequential != "none"
-        if not later and self.block is not self.walk.blocks[-1]:
-            with again.watching(), forward_context(self.run):
-                for call in self.calls:
-                    again.run_to(call, self.block, again.done)
-        self.walk.leave(self.stack, self.block)
+        if not later and self.block is not self.order.blocks[-1]:
+            self.collect()
+        self._leave()
+
+    def _leave(self) -> None:
+        """The work on a block is done. The last block of all done, each call that may go other ways than it went when
+        it was dense is run to its end, so that none has come to a finished block unseen."""
+        stack, blocks = self.again.stack_of[self.block], self.order.blocks
+        if not any(other in stack.blocks for other in blocks[blocks.index(self.block) + 1 :]):
+            self.dense.pop(stack, None)
+        if self.block is not blocks[-1]:
+            return
+        with self.again.watching(), forward_context(self.run):
+            for call in self.walked:
+                if call.needed is None:
+                    self._run_to(call, None, self.done)
+        for call in self.walked:
+            call.answers.clear()
+
+    def _run_to(self, call: WalkedCall, block: nn.Module | None, done: Set[nn.Module], *, go_on: bool = False) -> None:
+        """A call that has come to its end may have gone another way than before, but not back to a finished block."""
+        before = call.way
+        self.again.run_to(call, block, done | {self.block} if go_on else done)
+        if late := [block for block in Counter(call.way) - Counter(before) if block in done]:
+            name = next(name for name, block in self.run.plan.named_blocks.items() if block is late[0])
+            problem = f"calibration batch {call.numbered.number} comes back to block {name!r}, which is sparse by now"
+            raise ValueError(f"{problem}; its statistics are without that: leave this batch out")
 
     # for permutation and reconstruction, before and after the layers of a block are solved ----------------------------
 
     def only(self, numbers: Container[int]) -> "AtBlock":
         """The same with the calls of these numbers alone."""
-        return replace(self, calls=[call for call in self.calls if call.numbered.number in numbers])
+        some = copy.copy(self)
+        some.calls = [call for call in self.calls if call.numbered.number in numbers]
+        return some
 
     def outputs_of(self, modules: Sequence[nn.Module], index: int) -> list[Tensor]:
         """The first output tensor of each module in a run of call ``index`` to the block. Gradients are those of the
         block alone."""
-        again = self.walk.calls
-        with again.watching():
-            return watched_outputs(lambda: again.run_to(self.calls[index], self.block, again.done), modules)
+        run = partial(self._run_to, self.calls[index], self.block, self.done)
+        with self.again.watching():
+            return watched_outputs(run, modules)
 
     def dense_outputs(self, modules: Sequence[nn.Module]) -> list[list[Tensor]]:
         """For each module its outputs on all calls, to be asked for while the block is dense."""
-        again, calls, goals = self.walk.calls, self.calls, [list[Tensor]() for _ in modules]
-        if self.dense is not None:
-            again, calls = self.dense, self.dense.coming_to(self.block)
-            again.done |= {self.block}
+        calls, done, goals = self.calls, self.done, [list[Tensor]() for _ in modules]
+        if (dense := self.dense.get(self.again.stack_of[self.block])) is not None:
+            calls, done = [call for call in dense if self.block in call.way], self.done | {self.block}
         elif not modules:
             return []
-        with again.watching(), forward_context(self.run):
+        with self.again.watching(), forward_context(self.run):
             for call in calls:
-                run = partial(again.run_to, call, self.block, again.done)
+                run = partial(self._run_to, call, self.block, done)
                 for goal, output in zip(goals, watched_outputs(run, modules, lambda x: copied(x, self.run))):
                     goal.append(output)
         return goals

@@ -368,7 +368,7 @@ class CalibrationData:
     own: how many calls of all processes, the first ones, hold text that the model has written itself.
     metrics: block -> R, which errors of its output are measured with (accuracy/fisher.py); the plain ones without.
     sha256: of the data of all processes, if it is known before the model runs.
-    dense: what running the dense model has shown, if that was asked for before (calibration/blocks.py).
+    dense: what running the dense model has shown, if that was asked for before (calibration/dense.py).
     """
 
     run: Run

@@ -113,7 +113,7 @@ def calibrating(model: nn.Module) -> Iterator[None]:
     inference mode, whose tensors no gradient reaches, is left, unless the model was made in one: it cannot be written
     to elsewhere."""
     inference = torch.inference_mode(any(parameter.is_inference() for parameter in model.parameters()))
-    with in_eval_mode(model), switched_off(model, "use_cache"), inference, torch.no_grad():
+    with in_eval_mode(model), _caches_off(model), inference, torch.no_grad():
         try:
             yield
         except BaseException:
@@ -122,18 +122,17 @@ def calibrating(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def switched_off(model: nn.Module, *names: str) -> Iterator[None]:
-    """While entered, these flags are False in every config of the model."""
+def _caches_off(model: nn.Module) -> Iterator[None]:
+    """While entered, no config of the model asks for a cache."""
     configs = {id(c): c for module in model.modules() if (c := getattr(module, "config", None)) is not None}
-    before = [(c, name, getattr(c, name, None)) for c in configs.values() for name in names]
-    before = [(c, name, value) for c, name, value in before if isinstance(value, bool)]
+    before = [(c, c.use_cache) for c in configs.values() if isinstance(getattr(c, "use_cache", None), bool)]
     try:
-        for config, name, _ in before:
-            setattr(config, name, False)
+        for config, _ in before:
+            config.use_cache = False
         yield
     finally:
-        for config, name, value in before:
-            setattr(config, name, value)
+        for config, value in before:
+            config.use_cache = value
 
 
 # the run --------------------------------------------------------------------------------------------------------------

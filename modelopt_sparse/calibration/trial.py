@@ -6,7 +6,7 @@ to the next, where nothing puts it back, is found out here. Its blocks are calib
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from modelopt_sparse.calibration.calls import Calls, UnderWay, Walk, WalkedCall
+from modelopt_sparse.calibration.calls import AtBlock, Calls, UnderWay, WalkedCall
 from modelopt_sparse.calibration.forward import NumberedCall, PaddingError, forward_context
 from modelopt_sparse.calibration.run import Run, Unreadable
 from modelopt_sparse.model.devices import dense_rows, flat_tensors, version
@@ -73,9 +73,9 @@ class Visit:
         """Whether it is the same visit as ``other``, of a whole run."""
         if self.block is not other.block or self.output is None or other.output is None:
             return self.block is other.block
-        alike = [module for module, _ in self.inputs] == [module for module, _ in other.inputs]
-        alike = alike and all(same(one, two) for (_, one), (_, two) in zip(self.inputs, other.inputs))
-        return alike and same(self.output, other.output)
+        pairs = [*zip(self.inputs, other.inputs), ((None, self.output), (None, other.output))]
+        alike = all(module is of_other and same(one, two) for (module, one), (of_other, two) in pairs)
+        return alike and len(self.inputs) == len(other.inputs)
 
 
 @dataclass
@@ -146,39 +146,32 @@ def truth_of(calls: Calls, tried: Sequence[NumberedCall]) -> list[Tried]:
 
 def is_repeatable(calls: Calls, tried: Sequence[Tried]) -> bool:
     """Whether the calls compute the same as before when they are run whole once more."""
-    again = truth_of(calls, [each.call.numbered for each in tried if each.truth is not None])
-    before = [each.truth for each in tried if each.truth is not None]
-    return all(
-        _alike(one.truth or [], other) and len(one.truth or []) == len(other) for one, other in zip(again, before)
-    )
+    before = [each for each in tried if each.truth is not None]
+    now = [each.truth or [] for each in truth_of(calls, [each.call.numbered for each in before])]
+    truths = [each.truth or [] for each in before]
+    return all(_alike(one, other) and len(one) == len(other) for one, other in zip(now, truths))
 
 
 def _alike(visits: Sequence[Visit], truth: Sequence[Visit]) -> bool:
     return len(visits) <= len(truth) and all(one.is_like(other) for one, other in zip(visits, truth))
 
 
-def rehearse(
-    make: Callable[[Sequence[WalkedCall]], Walk],
-    tried: Sequence[Tried],
-    stacks: Mapping[nn.Module, Stack],
-    watch: Watch,
-) -> Problem | None:
+def rehearse(walk: AtBlock, tried: Sequence[Tried], watch: Watch) -> Problem | None:
     """Do with the dense model what the run will do with the calls that are ``tried``, each block twice -> why it is not
-    what whole runs do; None: it is. ``make``: a walk of calls. ``stacks``: those of the walk, by block. ``watch``: sees
-    the layers that were seen in whole runs."""
-    walk = make([each.call for each in tried])
-    calls, run = walk.calls, walk.calls.run
+    what whole runs do; None: it is. ``walk``: of these calls. ``watch``: sees the layers that were seen in whole
+    runs."""
+    calls, run = walk.again, walk.run
     truth = {id(each.call.numbered): each.truth for each in tried}
-    stack = stacks[walk.blocks[0]]
+    stack = calls.stack_of[walk.order.blocks[0]]
     buffers = [(x, version(x), x.detach().clone()) for x in run.model.buffers() if x.dtype != torch.bool]
     try:
-        for block in walk.blocks:
-            stack = stacks[block]
+        for block in walk.order.blocks:
+            stack = calls.stack_of[block]
             run.storage.load(block)  # before it moves to the execution device
-            here = walk.at(stack, block)
+            here = walk.at(block)
             with here.on_device(), watch.watching(calls):
-                for _ in range(2 if block is walk.blocks[-1] else 1):
-                    here.collect((), _nothing, _nothing, go_on=False)
+                for _ in range(2 if block is walk.order.blocks[-1] else 1):
+                    here.collect()
                 here.advance()
             for now, visits in watch.take():
                 expected = truth[id(now.call.numbered)]
@@ -194,10 +187,6 @@ def rehearse(
                 if version(x) != was:
                     x.copy_(values)
     return None
-
-
-def _nothing(*_: object) -> None:
-    """Nobody asks for the inputs of layers."""
 
 
 def warn_of_whole_runs(run: Run, stack: Stack, why: str, pruned: int) -> None:

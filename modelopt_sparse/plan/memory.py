@@ -23,7 +23,7 @@ BYTES_PER_SUM = 4  # of a number of a layer's input, which is cast to float32 fo
 # the most that a solver holds beside statistics and masks: copies of the weight, and of the statistics
 WORKSPACE_WEIGHTS, WORKSPACE_GRAMS = 10, 4
 # copies of a block's weights that reconstruction holds: the optimizer's own, gradients, two moments, the best so far,
-# and the masked weights of the graph
+# and the masked weights of the graph; beside these the dense ones where masks move, and two more where ways are tried
 RECONSTRUCTION = 6
 # bytes for each number of a Gram matrix, and of a weight, that the choice of channels and the refit hold beside the
 # sums: five and nine copies in float64, and the sum of both Gram matrices in float32
@@ -76,8 +76,9 @@ def estimated(
         memory["layer_in_float32"] = max(widened.values())
     if config.enforce:
         memory["masks"] = sum(layer["masks"] for layer in layers)
-    if reconstruct is not None:  # moving masks need the dense weights as well
-        memory["reconstruction_of_one_block"] = (RECONSTRUCTION + (reconstruct.masks != "frozen")) * largest["tuned"]
+    if reconstruct is not None:
+        copies = RECONSTRUCTION + (reconstruct.masks != "frozen") + 2 * reconstruct.tries
+        memory["reconstruction_of_one_block"] = copies * largest["tuned"]
         if reconstruct.metric != "plain":
             # float32 matrices as wide as the block's output, and so as the input of its first layer
             widths = {x.block: x.shape[-1] for x in reversed(planned) if x.block is not None}

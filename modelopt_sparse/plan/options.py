@@ -239,6 +239,11 @@ class Reconstruct:
         check_options(self, "reconstruct: ")
         check_number("reconstruct: learning_rate", self.learning_rate, "(0, 10]")
 
+    @property
+    def tries(self) -> bool:
+        """Whether more than one way is tried."""
+        return "auto" in (self.masks, self.metric)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Distill:

@@ -28,7 +28,8 @@ from torch import Tensor
 
 from modelopt_sparse.accuracy.fisher import WEIGHED, Gradients, gradients_of, users_first, wants_metrics, with_metrics
 from modelopt_sparse.accuracy.tuning import BatchNumbers, called_with
-from modelopt_sparse.calibration.blocks import BlockTask, blocks_in_call_order, run_dense
+from modelopt_sparse.calibration.blocks import BlockTask, blocks_in_call_order
+from modelopt_sparse.calibration.dense import run_dense
 from modelopt_sparse.calibration.forward import CalibrationData
 from modelopt_sparse.calibration.inputs import collect
 from modelopt_sparse.calibration.run import Run

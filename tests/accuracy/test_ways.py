@@ -86,6 +86,10 @@ def test_where_the_output_cannot_be_asked_blocks_have_the_say():
     assert block.error_after == pytest.approx(min(errors.values()), rel=1e-5)
 
 
+def test_weights_without_masks_are_tried_as_well():
+    assert_same_state(mts.export(sparsified()), state_of(sparsified(enforce=False)))
+
+
 def test_what_leaves_nothing_open_is_not_asked():
     """A method with options of its own is what it was."""
     for way in WAYS:

@@ -1,0 +1,542 @@
+"""The dense run: what running the dense model shows before any weight changes.
+
+It shows in which order layers are called and which of them get the same input, whether the data reaches all layers and
+is finite there, to which blocks each call comes, and whether calls can be run again, block by block.
+"""
+
+import hashlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from fractions import Fraction
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from modelopt_sparse.calibration.answers import random_states, shared_states
+from modelopt_sparse.calibration.calls import AtBlock, Calls, Order, WalkedCall
+from modelopt_sparse.calibration.data import Call, digest_of, rows_of
+from modelopt_sparse.calibration.forward import CalibrationData, NumberedCall, forward_context, input_hooks, input_key
+from modelopt_sparse.calibration.run import Run, refuse_non_finite
+from modelopt_sparse.calibration.trial import (
+    CHANGES,
+    Problem,
+    Tried,
+    Watch,
+    is_repeatable,
+    rehearse,
+    truth_of,
+    warn_of_repeated,
+    warn_of_whole_runs,
+)
+from modelopt_sparse.model.adapters import IN_PROJ, RoutedAdapter, experts_of
+from modelopt_sparse.model.devices import flat_tensors, map_tensors
+from modelopt_sparse.model.layers import Layer, Stack
+from modelopt_sparse.plan.plan import LayerPlan, Plan
+from modelopt_sparse.plan.planner import without_others
+from modelopt_sparse.reports.text import Progress, first_few
+from modelopt_sparse.values import grouped
+
+READ = "its parent reads the weight without calling the layer, so that no data reaches it"
+
+
+# what is seen ---------------------------------------------------------------------------------------------------------
+
+
+class SeenInputs:
+    """What the inputs of layers show. ``block_of``: layer name -> the one block that it is in, or None.
+
+    order: layer name -> position of its first call.
+    input_of: layer name -> the first layer of its block that got the same input.
+    varying: layers that share an input with others at some times only.
+    first_call: layer name -> the number of the first call of the model that reached it.
+    """
+
+    def __init__(self, block_of: Mapping[str, str | None]) -> None:
+        self.order: dict[str, int] = {}
+        self.input_of: dict[str, str] = {}
+        self.varying: set[str] = set()
+        self.first_call: dict[str, int] = {}
+        self.finite: dict[str, Tensor] = {}
+        self.block_of = block_of
+        self._call = _InputsOfCall(0)
+
+    def begin(self, number: int) -> None:
+        """Call ``number`` of the model starts. Inputs of the call before are not held any more."""
+        keys = self._call.keys
+        self.varying |= {name for name, own in keys.items() if own != keys.get(self.input_of[name])}
+        self._call = _InputsOfCall(number)
+
+    def see(self, layer: Layer, inputs: tuple[Tensor, ...], token_mask: Tensor | None) -> None:
+        if not (inputs[0].numel() if token_mask is None else token_mask.any()):
+            return  # no token is no data
+        call, leader = self._call, self._leader(layer, inputs)
+        call.keys.setdefault(layer.name, []).append(input_key(layer, inputs))
+        if self.input_of.setdefault(layer.name, leader if call.number == 0 else layer.name) != leader:
+            self.varying.add(layer.name)
+        self.order.setdefault(layer.name, len(self.order))
+        self.first_call.setdefault(layer.name, call.number)
+        for x in inputs:
+            finite = torch.isfinite((x if token_mask is None else x[token_mask]).detach().float().sum())
+            self.finite[layer.name] = self.finite.get(layer.name, finite) & finite
+
+    def _leader(self, layer: Layer, inputs: tuple[Tensor, ...]) -> str:
+        block, leaders = self.block_of[layer.name], self._call.leaders
+        if block is not None and block not in leaders:  # inputs of the blocks before it are not wanted any more
+            for other in leaders.keys() - {None}:
+                del leaders[other]
+        return leaders.setdefault(block, {}).setdefault(input_key(layer, inputs), (layer.name, inputs))[0]
+
+
+def _rows_of_a_matrix(layer: Layer, inputs: tuple[Tensor, ...]) -> Fraction:
+    """The mean over the matrices of a layer. Convolutions have a row for each place of their output; of experts those
+    count that have weights here, as often as the router chose them."""
+    adapter, owner = layer.adapter, layer.owner
+    if isinstance(adapter, RoutedAdapter):
+        return Fraction(int((inputs[1] < experts_of(owner)).sum()), len(layer.parameter))
+    shapes = tuple(x.to("meta") for x in inputs)
+    apart = [(x,) for x in shapes] if adapter is IN_PROJ else [shapes]  # keys may be longer than queries
+    return Fraction(sum(rows.shape[-2] for each in apart for rows in adapter.rows(owner, each, None)), len(apart))
+
+
+def _units_of(call: Call) -> int:
+    """The tokens of a call, or, if its first tensor holds no token ids, its samples; of one without tensors 1."""
+    for x in flat_tensors((call.args, call.kwargs)):
+        return x.numel() if x.dim() == 2 and not x.is_floating_point() else [*x.shape, 1][0]
+    return 1
+
+
+@dataclass
+class _InputsOfCall:
+    """Of call ``number``. leaders: by block, input -> the first layer that got it, and the tensors, so that no id is
+    reused. keys: layer name -> its inputs."""
+
+    number: int
+    leaders: dict[str | None, dict[tuple, tuple[str, tuple[Tensor, ...]]]] = field(default_factory=dict)
+    keys: dict[str, list[tuple]] = field(default_factory=dict)
+
+
+@dataclass
+class Rows:
+    """of: layer name -> how many rows each of its matrices was multiplied with, on average, padding included, in calls
+    of so many ``units``; once all processes have agreed, for each unit."""
+
+    of: dict[str, Fraction] = field(default_factory=dict)
+    units: int = 0
+
+
+@dataclass
+class DenseRun:
+    """What running the dense model has shown: of the inputs of layers, and of blocks.
+
+    again: what runs the calls. calls: all of this process, with their ways.
+    order: of blocks. whole: stacks whose blocks are calibrated through runs of the whole model.
+    rows: under a budget, with how many rows layers were multiplied.
+    """
+
+    data: CalibrationData
+    inputs: SeenInputs
+    again: Calls
+    calls: list[WalkedCall] = field(default_factory=list)
+    order: Order = field(default_factory=lambda: Order((), ()))
+    whole: set[Stack] = field(default_factory=set)
+    rows: Rows = field(default_factory=Rows)
+
+    def only(self, numbers: Sequence[int]) -> "DenseRun":
+        """The same with the calls of these numbers alone."""
+        return replace(self, calls=[self.calls[number] for number in numbers])
+
+    def begin(self, numbered: NumberedCall) -> None:
+        self.inputs.begin(numbered.number)
+        self.rows.units += _units_of(numbered.call)
+
+    def walk(
+        self, data: CalibrationData, blocks: Sequence[nn.Module], calls: Sequence[WalkedCall] | None = None
+    ) -> AtBlock:
+        """A walk of ``calls`` (None: all) through ``blocks``, from their beginning; other blocks always run."""
+        fresh = [WalkedCall(call.numbered, call.way, call.needed) for call in (self.calls if calls is None else calls)]
+        if data.run.config.sequential == "none":
+            fresh = [call.going_on() for call in fresh]
+        return AtBlock(Calls(data, self.again.shapes), fresh, replace(self.order, blocks=blocks))
+
+    def see(self, layer: Layer, inputs: tuple[Tensor, ...], token_mask: Tensor | None) -> None:
+        if not self.data.run.storage.resident and layer.name not in self.inputs.order:
+            refuse_non_finite(layer)  # while its block has its weights
+        self.inputs.see(layer, inputs, token_mask)
+        if self.data.run.config.budget is not None:
+            self.rows.of[layer.name] = self.rows.of.get(layer.name, Fraction()) + _rows_of_a_matrix(layer, inputs)
+
+
+def run_dense(data: CalibrationData) -> CalibrationData:
+    """Run the dense model on one call of each kind, and on all calls if a layer has seen no data up to then; see to
+    which blocks each call comes, and try whether calls can be run again, block by block. The data comes back with what
+    this has shown, and its plan without layers whose forwards do something else with the weight, or whose weights the
+    model reads itself.
+
+    Raises ValueError for layers that no data reaches, or none that is finite.
+    """
+    run = data.run
+    dense = DenseRun(data, SeenInputs(_block_of_layers(run.plan)), Calls(data))
+    with _compared(run.plan) as others:
+        tried = _run_loop(dense) if data.calls is None else _run_calls(dense, data.calls)
+    _agree(dense)
+    run = _without_others(run, others, _read_by_parents(dense))
+    dense.data = replace(data, run=run)
+    _check(dense.inputs, run)
+    in_order, by_block = in_call_order(run.plan, dense)
+    dense.whole = _whole_stacks(dense, tried, [start for start in in_order if isinstance(start, Stack)], by_block)
+    return replace(dense.data, dense=dense)
+
+
+def _block_of_layers(plan: Plan) -> dict[str, str | None]:
+    """Layer name -> the block that it is used in. A tied weight that is used in several blocks sees all of its inputs
+    in the whole model alone: None."""
+    home = {module: name for name, block in plan.named_blocks.items() for module in block.modules()}
+    block_of: dict[str, str | None] = {}
+    for layer_plan in plan.layers:
+        used_in = {home.get(module) for module in layer_plan.layer.hooked_modules}
+        block_of[layer_plan.name] = used_in.pop() if len(used_in) == 1 else None
+    return block_of
+
+
+def in_call_order(plan: Plan, dense: DenseRun) -> tuple[list[Stack | LayerPlan], dict[str | None, list[LayerPlan]]]:
+    """(stacks, and layers outside of all blocks; block -> its layers), in the order of their first calls."""
+    order, block_of = dense.inputs.order, dense.inputs.block_of
+    by_block = grouped(sorted(plan.layers, key=lambda each: order[each.name]), lambda each: block_of[each.name])
+    starts: list[tuple[int, Stack | LayerPlan]] = [(order[each.name], each) for each in by_block.get(None, [])]
+    for stack in plan.stacks:
+        if calls := [order[layer_plan.name] for name in stack.names for layer_plan in by_block.get(name, [])]:
+            starts.append((min(calls), stack))
+    return [start for _, start in sorted(starts, key=lambda pair: pair[0])], by_block
+
+
+@contextmanager
+def _compared(plan: Plan) -> Iterator[dict[str, bool | None]]:
+    """While entered, layers with forwards of their own are run alone on their first inputs -> by name, whether they do
+    something else with the weight; None: the inputs of the product alone are not enough for them."""
+    others: dict[str, bool | None] = {}
+
+    def compare(layer: Layer, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        if layer.name not in others:
+            others[layer.name] = layer.is_other(*layer.adapter.inputs(module, args, kwargs))
+
+    with ExitStack() as hooks:
+        for layer in (layer_plan.layer for layer_plan in plan.layers):
+            for module in layer.own_forwards:
+                hook = partial(compare, layer)
+                hooks.enter_context(module.register_forward_pre_hook(hook, with_kwargs=True))
+        yield others
+
+
+class _Reads(TorchDispatchMode):
+    """Sees the memory that torch's operators read or view."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.memory |= {x.untyped_storage()._cdata for x in flat_tensors((args, kwargs))}
+        return func(*args, **(kwargs or {}))
+
+
+def _read_by_parents(dense: DenseRun) -> set[str]:
+    """The layers that saw no data, though the model read their weights: looked for in one more call of each kind."""
+    layers = [each.layer for each in dense.data.run.plan.layers if each.needs != "nothing"]
+    unseen = [each for each in layers if each.name not in dense.inputs.order and each.mixture is None]
+    with _Reads() as reads:
+        if unseen:
+            dense.data.run_model(numbers=[call.numbered.number for call in _one_of_each_kind(dense.calls)])
+    return {layer.name for layer in unseen if layer.values.untyped_storage()._cdata in reads.memory}
+
+
+def _without_others(run: Run, others: Mapping[str, bool | None], read: Collection[str]) -> Run:
+    """The run, with the layers dense that in some process were not seen to do what their classes say, or whose weights
+    were ``read`` without a call of theirs."""
+    of_ranks = run.processes.all_gather("what forwards do with weights", (others, read))
+    names = {name for others, _ in of_ranks for name, other in others.items() if other is not False}
+    reasons = {each.name: each.layer.why_other for each in run.plan.layers if each.name in names}
+    reasons |= {name: READ for _, read in of_ranks for name in read}
+    plan = without_others(run.plan, reasons, run.model, run.config)
+    run.report.skipped = plan.skipped
+    return replace(run, plan=plan)
+
+
+def kind_of(numbered: NumberedCall) -> list[Any]:
+    """What two calls of the model have in common if they take the same way through it: all but the values of tensors,
+    and whether there is padding."""
+    return [_structure((numbered.call.args, numbered.call.kwargs), ()), _all_real(numbered)]
+
+
+def _structure(value: Any, inside: tuple[int, ...]) -> Any:
+    """All of a value but what tensors hold. ``inside``: the objects that it is in, which may hold each other."""
+    if isinstance(value, Tensor):
+        return value.shape, value.dtype
+    if value is None or isinstance(value, (bool, int, float, str, Enum)):
+        return value
+    if id(value) in inside or isinstance(value, nn.Module):
+        return type(value)
+    inside = (*inside, id(value))
+    if isinstance(value, Mapping):
+        return type(value), [(key, _structure(entry, inside)) for key, entry in value.items()]
+    if isinstance(value, (tuple, list, set, frozenset)):
+        return type(value), [_structure(entry, inside) for entry in value]
+    return type(value), [(key, _structure(entry, inside)) for key, entry in getattr(value, "__dict__", {}).items()]
+
+
+def _all_real(numbered: NumberedCall) -> list[bool]:
+    told, model = numbered.masks.told, numbered.masks.model
+    return [told.get((model, side)) is None for side in ("encoder", "decoder", "image")]
+
+
+KINDS = 4  # of calls that are tried at most
+
+
+def _run_calls(dense: DenseRun, calls: Sequence[Call]) -> list[Tried]:
+    """Run a call of each kind, and all if that is not enough -> those that running calls again is tried with."""
+    data, run = dense.data, dense.data.run
+    numbered = (NumberedCall(number, call, data.masks_of(call)) for number, call in enumerate(calls))
+    dense.calls = [WalkedCall(each) for each in numbered]
+    batches = sum(call.row == 0 for call in calls)
+    run.report.calibration.update(calls=batches, sha256=data.sha256 or digest_of(calls))
+    chosen = _one_of_each_kind(dense.calls)
+    truth = _run_some(dense, chosen)
+    wanted = {plan.name for plan in run.plan.layers if plan.calibrated}
+    unseen = wanted.difference(*run.processes.all_gather("the layers that were reached", set(dense.inputs.order)))
+    if unseen and any(run.processes.all_gather("calls that were not run", len(chosen) < len(calls))):
+        _run_some(dense, [call for call in dense.calls if all(call is not each for each in chosen)])
+    beside = [call for call in dense.calls if all(call is not each for each in chosen)][:1]
+    if run.storage.resident:
+        return [_tried(dense, call.numbered) for call in (*chosen[:KINDS], *beside)]
+    # each run of the model reads all weights
+    return [*truth[:KINDS], *(Tried(WalkedCall(call.numbered), None) for call in beside)]
+
+
+def _one_of_each_kind(calls: Sequence[WalkedCall]) -> list[WalkedCall]:
+    kinds: list[Any] = []
+    chosen = []
+    for call in calls:
+        if (kind := kind_of(call.numbered)) not in kinds:
+            kinds.append(kind)
+            chosen.append(call)
+    return chosen
+
+
+def _tried(dense: DenseRun, numbered: NumberedCall) -> Tried:
+    """What is tried of a call: a row, with padding if the call has some; all of it where the model takes no row."""
+    rows = (NumberedCall(numbered.number, row, dense.data.masks_of(row)) for row in rows_of(numbered.call))
+    row = next((row for row in rows if _all_real(row) == _all_real(numbered)), numbered)
+    try:
+        (tried,) = truth_of(dense.again, [row])
+    except ValueError:
+        (tried,) = truth_of(dense.again, [numbered])
+    return tried
+
+
+def _run_some(dense: DenseRun, chosen: Sequence[WalkedCall]) -> list[Tried]:
+    """Run some calls whole; the inputs of layers are seen. Of a streamed model also what is compared later."""
+    data, run, again = dense.data, dense.data.run, dense.again
+    watch, made, hooks = Watch(run), [], input_hooks(run.plan.layers, run.plan.blocks, data.sides, dense.see)
+    with (
+        Progress("run the dense model", "batch", len(chosen), show=run.config.progress) as bar,
+        nullcontext() if run.storage.resident else watch.watching(again),
+        again.watching(moved_by_hooks=True),
+        hooks as padding,
+        forward_context(run),
+    ):
+        for call in chosen:
+            padding.masks = call.numbered.masks
+            dense.begin(call.numbered)
+            again.whole(call)
+            made += [Tried(call, visits) for _, visits in watch.take()]
+            bar.update()
+    dense.inputs.begin(-1)  # the last call is over
+    return made
+
+
+def _run_loop(dense: DenseRun) -> list[Tried]:
+    """A forward_loop runs once, to its end. What it calls the model with is kept -> calls that are tried."""
+    data, run, again = dense.data, dense.data.run, dense.again
+    watch, kinds = Watch(run), list[Any]()
+
+    @torch.inference_mode(False)  # an inference tensor could not be saved for a backward pass through a block
+    def keep(numbered: NumberedCall) -> None:
+        random, earlier = random_states(), dense.calls[-1].numbered.random if dense.calls else None
+        args, kwargs = numbered.call.args, numbered.call.kwargs
+        call = Call(*map_tensors(lambda x: x.detach().clone(), (args, dict(kwargs))))
+        random = random if earlier is None else shared_states(random, earlier)
+        recorded = NumberedCall(numbered.number, call, numbered.masks, random)
+        kind = kind_of(recorded)
+        watch.on = len(kinds) <= KINDS and (kind not in kinds or len(kinds) == len(dense.calls) == 1)
+        kinds.extend([kind] * watch.on)
+        dense.calls.append(WalkedCall(recorded))
+        again.follow(dense.calls[-1])
+        dense.begin(recorded)
+
+    with (
+        again.watching(),
+        watch.watching(again),
+        run.model.register_forward_hook(lambda *_: again.end_following(), always_call=True),
+    ):
+        data.run_model(keep, input_hooks(run.plan.layers, run.plan.blocks, data.sides, dense.see))
+    dense.inputs.begin(-1)  # the last call is over
+    sha256 = digest_of(call.numbered.call for call in dense.calls)
+    run.report.calibration.update(calls=len(dense.calls), sha256=sha256)
+    if not dense.inputs.order:
+        raise ValueError(
+            "forward_loop called no layer; it must run model(...), or parts of it, on the calibration data"
+        )
+    return [Tried(now.call, visits) for now, visits in watch.take()]
+
+
+def _agree(dense: DenseRun) -> None:
+    """What the data of all processes show together, as one process would see it that goes over the batches in their
+    order."""
+    seen, run = dense.inputs, dense.data.run
+    own: Any = (
+        {name: (seen.first_call[name] * run.processes.size + run.processes.rank, n) for name, n in seen.order.items()},
+        seen.input_of,
+        {name: bool(value) for name, value in seen.finite.items()},
+        seen.varying,
+        run.report.calibration,
+        dense.rows.of,
+        dense.rows.units,
+    )
+    places, inputs, finites, varying, calibrations, rows, units = zip(*run.processes.all_gather("the dense run", own))
+    firsts: dict[str, tuple[int, int]] = {}
+    for of_rank in places:
+        for name, place in of_rank.items():
+            firsts[name] = min(place, firsts.get(name, place))
+    seen.order = {name: number for number, name in enumerate(sorted(firsts, key=firsts.__getitem__))}
+    seen.input_of = {name: inputs[0].get(name, name) for name in seen.order}  # rank 0 has the first batch
+    seen.finite = {name: torch.tensor(all(of_rank.get(name, True) for of_rank in finites)) for name in seen.order}
+    seen.varying = set().union(*varying)
+    totals = {name: sum(own.get(name, 0) for own in rows) for name in seen.order}
+    dense.rows = Rows({name: Fraction(total, max(sum(units), 1)) for name, total in totals.items()}, 1)
+    run.report.calibration["calls"] = sum(calibration["calls"] for calibration in calibrations)
+    if run.processes.size > 1 and dense.data.sha256 is None:  # each process has data of its own
+        together = "".join(calibration["sha256"] for calibration in calibrations)
+        run.report.calibration["sha256"] = hashlib.sha256(together.encode()).hexdigest()
+
+
+def _merged(ways: Any) -> list[int]:
+    """All that calls come to, in an order in which each of them comes to it, if there is one."""
+    order: list[int] = []
+    for way in ways:
+        place = 0
+        for stop in way:
+            if stop in order:
+                place = order.index(stop) + 1
+            else:
+                order.insert(place, stop)
+                place += 1
+    return order
+
+
+def _check(seen: SeenInputs, run: Run) -> None:
+    """Raise ValueError for layers without data; layers that need none come last in the order."""
+    plan = run.plan
+    unseen = [layer_plan for layer_plan in plan.layers if layer_plan.name not in seen.order]
+    mixtures = {layer_plan.layer.mixture for layer_plan in plan.layers if layer_plan.name in seen.order}
+    needing = [
+        layer_plan.name
+        for layer_plan in unseen
+        if layer_plan.needs != "nothing"
+        and (layer_plan.layer.mixture is None or layer_plan.layer.mixture not in mixtures)
+    ]
+    if needing:
+        advice = "give data that reaches them (images, if they take images), or exclude them"
+        raise ValueError(f"{len(needing)} layers saw no calibration data: {first_few(needing)}: {advice}")
+    for layer_plan in unseen:
+        seen.order[layer_plan.name] = len(seen.order)
+        seen.input_of[layer_plan.name] = layer_plan.name
+    for name, finite in seen.finite.items():
+        if not finite:
+            raise ValueError(
+                f"layer {name!r}: its input holds NaN or inf: check the data, or run in bfloat16 or float32"
+            )
+
+
+# stacks that take whole runs ------------------------------------------------------------------------------------------
+
+
+def _whole_stacks(
+    dense: DenseRun, tried: Sequence[Tried], stacks: Sequence[Stack], by_block: Mapping[str | None, Sequence[LayerPlan]]
+) -> set[Stack]:
+    """The stacks whose blocks are calibrated by runs of the whole model, with a note and a warning for each."""
+    run, whole, repeatable = dense.data.run, set[Stack](), True
+
+    def takes_whole_runs(stack: Stack, why: str) -> None:
+        whole.add(stack)
+        warn_of_whole_runs(run, stack, why, sum(bool(by_block.get(name)) for name in stack.names))
+
+    if run.storage.resident:
+        repeatable = all(run.processes.all_gather("whether calls repeat", is_repeatable(dense.again, tried)))
+    if repeatable:
+        _learn_ways(dense, tried)
+    while waiting := [stack for stack in stacks if stack not in whole]:
+        problem = _why_whole(dense, tried, waiting, by_block) if repeatable else (waiting[0], CHANGES)
+        own = None if problem is None else (stacks.index(problem[0]), problem[1])
+        of_ranks = run.processes.all_gather("whether calls can be run again", own)
+        first = next((problem for problem in of_ranks if problem is not None), None)
+        if first is None:
+            break
+        takes_whole_runs(stacks[first[0]], first[1])
+    if whole and run.config.sequential == "none":  # what runs in each call is not to become sparse under way
+        for stack in waiting:
+            takes_whole_runs(stack, "sequential='none' takes all of the model dense, and another stack is")
+    if whole and repeatable and run.storage.resident:
+        still = run.processes.all_gather("whether calls repeat", is_repeatable(dense.again, tried))
+        if not all(still):
+            problem = f"{type(run.model).__name__} computes something else since a call of it was stopped, and nothing"
+            raise ValueError(f"{problem} in its modules has changed: load it anew, and prune it by method='magnitude'")
+    for stack in waiting:
+        if any(block in dense.order.repeated for block in stack.blocks):
+            warn_of_repeated(run, stack)
+    if waiting and run.config.reconstruct is not None:
+        count = sum(run.processes.all_gather("the batches to tune by", len(dense.calls)))
+        if count < 2:
+            raise ValueError(f"reconstruct needs two calibration batches, one to judge, not {count}: give smaller ones")
+    return whole
+
+
+def _learn_ways(dense: DenseRun, tried: Sequence[Tried]) -> None:
+    """See to which blocks each call comes, and in which order all calls of all processes come to them."""
+    run, blocks = dense.data.run, list(dense.data.run.plan.blocks)
+    with dense.again.watching(), forward_context(run):
+        for call in (*dense.calls, *(each.call for each in tried)):
+            dense.again.learn_way(call)
+    own = list(dict.fromkeys(tuple(map(blocks.index, call.way)) for call in dense.calls))
+    ways = [way for of_rank in run.processes.all_gather("the ways of calls", own) for way in of_rank]
+    repeated = {blocks[index] for way in ways for index in way if way.count(index) > 1}
+    dense.order = Order([blocks[index] for index in _merged(ways)], repeated)
+
+
+def _why_whole(
+    dense: DenseRun, tried: Sequence[Tried], stacks: Sequence[Stack], by_block: Mapping[str | None, Sequence[LayerPlan]]
+) -> Problem | None:
+    """(a stack, why its blocks take whole runs); None if none does."""
+    home, order = {block: stack for stack in stacks for block in stack.blocks}, dense.order.blocks
+    for stack in stacks:
+        for name, block in zip(stack.names, stack.blocks):
+            if block in dense.again.outside:
+                return stack, "its blocks are called outside of a call of the model"
+            reached = any(layer_plan.name in dense.inputs.first_call for layer_plan in by_block.get(name, []))
+            if reached and block not in order:
+                return stack, "not its blocks are called, but what is inside of them"
+    for call in dense.calls if dense.data.run.config.sequential == "none" else ():
+        for before, after in pairwise(block for block in call.way if block in home):
+            if order.index(after) <= order.index(before):  # sparse by then, it would change what others get
+                return home[after], "calls come to its blocks more than once, or in another order in some of them"
+    blocks = [block for block in order if block in home]
+    if not blocks:
+        return None
+    walk = dense.walk(dense.data, blocks, [each.call for each in tried])
+    return rehearse(walk, tried, Watch(dense.again.run))

@@ -1,0 +1,95 @@
+"""What a call of the model that was stopped leaves behind, and how it is put back: writes to its arguments, attributes,
+buffers, and torch's flags."""
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from operator import is_
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from modelopt_sparse.calibration.data import Call
+from modelopt_sparse.model.devices import WRAPPED_BY, flat_tensors, leaves_of, map_tensors, version
+
+CUDA, CUDNN = torch.backends.cuda, torch.backends.cudnn
+FLAGS: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.is_grad_enabled, torch.set_grad_enabled),
+    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
+    (CUDA.flash_sdp_enabled, CUDA.enable_flash_sdp),
+    (CUDA.mem_efficient_sdp_enabled, CUDA.enable_mem_efficient_sdp),
+    (CUDA.math_sdp_enabled, CUDA.enable_math_sdp),
+    (CUDA.cudnn_sdp_enabled, CUDA.enable_cudnn_sdp),
+    *((partial(torch.is_autocast_enabled, x), partial(torch.set_autocast_enabled, x)) for x in ("cpu", "cuda")),
+    *((partial(torch.get_autocast_dtype, x), partial(torch.set_autocast_dtype, x)) for x in ("cpu", "cuda")),
+    (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
+    (torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled),
+    (torch.get_num_threads, torch.set_num_threads),
+    *((partial(getattr, CUDNN, x), partial(setattr, CUDNN, x)) for x in ("enabled", "benchmark", "deterministic")),
+]
+OF_A_MODULE = frozenset(vars(nn.Module())) - {"training"} | WRAPPED_BY  # never put back
+
+
+class ModelState:
+    """Attributes of modules, what lists, sets and dicts among them hold, attributes of objects among them such as
+    configs, buffers (not what these hold), and torch's flags for the process."""
+
+    def __init__(self, modules: Sequence[nn.Module], objects: Sequence[Any]) -> None:
+        self._attributes = [(own, dict(own), _contents(own)) for own in map(vars, (*modules, *objects))]
+        self._buffers = [(module._buffers, dict(module._buffers)) for module in modules]
+        self._flags = [get() for get, _ in FLAGS]
+
+    def put_back(self) -> None:
+        for own, before, contents in self._attributes:
+            same = len(own) == len(before) and all(map(is_, own.values(), before.values()))
+            for key in () if same else (own.keys() | before.keys()) - OF_A_MODULE:
+                if key in before:
+                    own[key] = before[key]
+                else:
+                    del own[key]
+            for value, was in contents:
+                value.clear()
+                (value.extend if isinstance(value, list) else value.update)(was)
+        for buffers, before in self._buffers:
+            buffers.update(before)
+        for (get, put), before in zip(FLAGS, self._flags):
+            if get() != before:
+                put(before)
+
+
+def objects_of(modules: Sequence[nn.Module]) -> list[Any]:
+    """Attributes of modules that have attributes themselves, each once: no modules, tensors, classes and functions."""
+    values = {id(value): value for own in map(vars, modules) for key, value in own.items() if key not in OF_A_MODULE}
+    others = (nn.Module, Tensor, type, FunctionType, MethodType, partial, ModuleType)
+    return [x for x in values.values() if isinstance(getattr(x, "__dict__", None), dict) and not isinstance(x, others)]
+
+
+def _contents(own: Mapping[str, Any]) -> list[tuple[Any, Any]]:
+    """Lists, sets and dicts among a module's attributes, each with a copy."""
+    containers = [(key, value) for key, value in own.items() if type(value) in (list, set, dict)]
+    return [(value, copy.copy(value)) for key, value in containers if key not in OF_A_MODULE]
+
+
+def own_arguments(call: Call) -> tuple[Call, Callable[[], None]]:
+    """The call with the same tensors, and with copies of whatever else it could write to, such as caches; and what
+    undoes writes to the tensors."""
+    tensors = flat_tensors((call.args, call.kwargs))
+    before = [(x, version(x), x.detach().clone()) for x in tensors]
+    held = [x for x in leaves_of((call.args, call.kwargs)) if isinstance(x, (Tensor, nn.Module))]
+    try:
+        args, kwargs = copy.deepcopy((call.args, dict(call.kwargs)), {id(x): x for x in held})
+    except (TypeError, RuntimeError, AttributeError):  # what cannot be copied, such as a lock, is handed on
+        args, kwargs = map_tensors(lambda x: x, (call.args, dict(call.kwargs)))
+
+    @torch.no_grad()
+    def put_back() -> None:
+        for x, was, values in before:
+            if version(x) != was:
+                x.copy_(values)
+
+    return replace(call, args=args, kwargs=kwargs), put_back
