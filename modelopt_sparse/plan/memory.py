@@ -79,8 +79,7 @@ def estimated(
     if reconstruct is not None:
         copies = RECONSTRUCTION + (reconstruct.masks != "frozen") + 2 * reconstruct.tries
         memory["reconstruction_of_one_block"] = copies * largest["tuned"]
-        if reconstruct.metric != "plain":
-            # float32 matrices as wide as the block's output, and so as the input of its first layer
+        if reconstruct.metric != "plain":  # in float32, as wide as a block's output, and so as its first layer's input
             widths = {x.block: x.shape[-1] for x in reversed(planned) if x.block is not None}
             memory["fisher_metrics"] = sum(4 * width**2 for width in widths.values())
     if distill is not None:
