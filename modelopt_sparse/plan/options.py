@@ -545,13 +545,17 @@ class SparsifyConfig:
             return max(1, min(STEP_TOKENS // seq_len, windows // LEAST_BATCHES))
         return default_batch_size(seq_len, device)
 
+    def counts(self) -> dict[str, Any]:
+        """What counts of the model's output, and by which divergence, as far as the user says it; by names."""
+        return {name: name_of(value) for name in OF_OUTPUT if (value := getattr(self, name)) is not None}
+
     def settings(self) -> dict[str, Any]:
         """The options in a report, as values of JSON: all that the result depends on, without the data and without what
         each layer's row says."""
         values = {name: getattr(self, name) for name in (*REPORTED, *(REPORTED_OF_TEXT if self.holds_text else ()))}
         values |= {"budget": None if self.budget is None else str(self.budget)}
         values |= {"choices": None if self.choices is None else [str(choice or DENSE) for choice in self.choices]}
-        values |= {name: name_of(value) for name in OF_OUTPUT if (value := getattr(self, name)) is not None}
+        values |= self.counts()
         return {name: asdict(x) if isinstance(x, (Reconstruct, Distill)) else x for name, x in values.items()}
 
     def widens(self, model: torch.nn.Module) -> bool:

@@ -42,7 +42,7 @@ from modelopt_sparse.methods.patterns import NM, Pattern, Unstructured
 from modelopt_sparse.model.devices import offloaded
 from modelopt_sparse.model.output import OutputError, in_words
 from modelopt_sparse.plan.budget import DENSE, Budget, Limit, choose, parse_choice
-from modelopt_sparse.plan.options import SparsifyConfig
+from modelopt_sparse.plan.options import OF_OUTPUT, SparsifyConfig
 from modelopt_sparse.plan.plan import LayerPlan, Plan, takes_shape
 from modelopt_sparse.reports.report import Report
 from modelopt_sparse.reports.text import Column, Printed, Progress, paragraph, rows_of, table
@@ -555,7 +555,7 @@ def tabled(data: CalibrationData) -> tuple[CalibrationData, Table]:
     if offloaded(run.model, [run.model]) is not None:
         raise NoLosses("accelerate offloads weights, which leave no gradients then")
     if file is not None and file.exists():
-        losses = _read(file, run.plan)
+        losses = _read(file, run)
     else:
         blocks = run.plan.blocks if wants_metrics(run.config) else []
         gradients = gradients_of(data, blocks, [each.layer for each in run.plan.layers])
@@ -565,18 +565,23 @@ def tabled(data: CalibrationData) -> tuple[CalibrationData, Table]:
         if file is not None and run.processes.rank == 0:
             shapes = {each.name: list(each.shape) for each in run.plan.layers}
             written = {name: {str(choice or DENSE): x for choice, x in of.items()} for name, of in losses.items()}
-            file.write_text(json.dumps({"shapes": shapes, "losses": written}, indent=1) + "\n", encoding="utf-8")
+            facts = {"shapes": shapes, **run.config.counts(), "losses": written}
+            file.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     return data, Table(run.plan, losses, run.config, (data.dense or run_dense(data).dense).rows.of)
 
 
-def _read(file: Path, plan: Plan) -> Losses:
+def _read(file: Path, run: Run) -> Losses:
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
         shapes = value["shapes"]
         losses = {name: {parse_choice(text): x for text, x in of.items()} for name, of in value["losses"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"losses={str(file)!r} is no file of losses ({error!r}): give another path") from None
-    for each in plan.layers:
+    before, now = {name: value[name] for name in OF_OUTPUT if name in value}, run.config.counts()
+    if before != now:
+        problem = f"was measured with {before or 'no output= and divergence='}, this run is with {now or 'neither'}"
+        raise ValueError(f"losses={str(file)!r} {problem}: give a new path")
+    for each in run.plan.layers:
         known = losses.get(each.name, {None: 0.0})
         levels = any(map(_is_level, known))  # those of others follow
         missing = [str(c) for c in each.choices if c not in known and not (levels and _is_level(c))]
