@@ -86,6 +86,14 @@ def test_where_the_output_cannot_be_asked_blocks_have_the_say():
     assert block.error_after == pytest.approx(min(errors.values()), rel=1e-5)
 
 
+def test_errors_of_two_metrics_are_not_compared(monkeypatch):
+    """Unless the output is asked, the metric that there is stays."""
+    monkeypatch.setattr(oneshot, "_judge", lambda data: None)
+    (block,) = mts.report(sparsified()).blocks
+    assert block.way.endswith("fisher metric")
+    assert sum(" metric: " in note for note in block.notes) == 2
+
+
 def test_weights_without_masks_are_tried_as_well():
     assert_same_state(mts.export(sparsified()), state_of(sparsified(enforce=False)))
 
