@@ -43,7 +43,7 @@ def in_words(name: str | None) -> tuple[str, str]:
 
 
 def _is_usable(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.is_floating_point() and x.dim() > 0
+    return isinstance(x, Tensor) and x.is_floating_point() and x.dim() > 0 and not x.is_nested
 
 
 @dataclass(frozen=True)

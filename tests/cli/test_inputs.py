@@ -151,6 +151,8 @@ VALUES = {
     "timings": "null",
     "losses": "null",
     "quality": "best",
+    "output": "null",
+    "divergence": "null",
 }
 
 

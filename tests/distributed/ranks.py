@@ -340,7 +340,7 @@ STREAMED: dict[str, tuple[str, Any, dict[str, Any]]] = {  # name -> model, metho
     "none": ("llama", "wanda", {"sequential": "none"}),
     "names that differ on disk": ("mixtral", "sparsegpt", {}),
     "a slow process": ("llama", Slow(), {}),
-    "no shared inputs": ("phi3", None, {"quality": "balanced"}),
+    "no shared inputs": ("phi3", None, {"quality": "balanced", "reconstruct": {"masks": "move"}}),
     "not calibrated": ("llama", "magnitude", {}),
     "few at a time": ("mixtral", "sparsegpt", FEW_AT_A_TIME),
 }

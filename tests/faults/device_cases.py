@@ -294,17 +294,16 @@ def test_masks_hold_on_the_device(device):
     mts.verify(model, pattern="2:4")
 
 
-@pytest.mark.parametrize("options", [{}, {"quantize": "int8"}], ids=["", "int8"])
-def test_layers_are_packed_for_the_device_that_a_model_is_loaded_to(options, tmp_path, monkeypatch):
+def test_layers_are_packed_for_the_device_that_a_model_is_loaded_to(tmp_path, monkeypatch):
     """They are packed there while the rest of the model, their biases with it, is still on the CPU."""
     model = tiny_llama(hidden_size=64, intermediate_size=128, attention_bias=True, mlp_bias=True).to(torch.bfloat16)
     mts.save(mts.sparsify(model, "magnitude", progress=False), tmp_path / "sparse")
     backend, eager = installed(monkeypatch), {"attn_implementation": "eager"}
-    expected = packed_by(backend, mts.export(mts.load(tmp_path / "sparse", **eager)), **options)
+    expected = packed_by(backend, mts.export(mts.load(tmp_path / "sparse", **eager)))
     ids = token_batches(1)[0]
     with pretend_device() as device, torch.no_grad():
         place = replace(place_for(backend), device=device)
-        monkeypatch.setattr(checkpoint, "loading_place", lambda *_: (Settings.of(options), place))
+        monkeypatch.setattr(checkpoint, "loading_place", lambda *_: (Settings.of({}), place))
         found = mts.load(tmp_path / "sparse", semi_structured=True, **eager)
         logits = found(input_ids=ids.to(device), use_cache=False).logits
     assert {x.device for x in (*found.parameters(), *found.buffers())} == {device}
