@@ -150,7 +150,7 @@ def test_a_plan_that_turns_out_worse_is_not_taken(tmp_path):
     assert json.loads(file.read_text()) == value
     with pytest.raises(ValueError, match=r"has no losses of layer 'model.layers.0.self_attn.q_proj' \[32, 32\] at 2:4"):
         mts.sparsify(tiny_llama(), "sparsegpt", {**options, "choices": ["dense", "2:4"]})
-    with pytest.raises(ValueError, match="this run is with {'divergence': 'squared'}: give a new path"):
+    with pytest.raises(ValueError, match=r"this run is with {'divergence': 'squared'}: give a new path"):
         mts.sparsify(tiny_llama(), "sparsegpt", {**options, "divergence": "squared"})
     file.write_text("{}")
     with pytest.raises(ValueError, match="is no file of losses"):
