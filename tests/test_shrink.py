@@ -503,7 +503,7 @@ def test_calls_that_do_not_come_to_a_block_count_for_what_judges(monkeypatch):
     monkeypatch.setattr("modelopt_sparse.calibration.calls.forward_context", lambda run: nullcontext())
     monkeypatch.setattr("modelopt_sparse.calibration.calls.input_hooks", lambda *args: nullcontext(Mock()))
     block = nn.Linear(2, 2)
-    calls = [WalkedCall(SimpleNamespace(number=number, masks=None), (block,)) for number in (1, 3)]  # type: ignore[arg-type]
+    calls = [WalkedCall(SimpleNamespace(number=number, masks=None), (block,)) for number in (1, 3)]  # type: ignore[arg-type]  # what is asked of a call
     again, seen, places = MagicMock(), _Seen(Mock(), Mock(), set()), []
     again.run_to.side_effect = lambda *args: places.append(seen.place)
     walk = AtBlock(again, calls, Order([block], ()))

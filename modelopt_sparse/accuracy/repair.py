@@ -93,9 +93,8 @@ class Way(NamedTuple):
         return f"masks {'move' if self.moves else 'frozen'}, {'fisher' if self.fisher else 'plain'} metric"
 
 
-Values = list[
-    tuple[nn.Parameter, Tensor, Tensor | None]
-]  # each weight with a copy of it, and of its mask if that moves
+# each weight with a copy of it, and of its mask if that moves
+Copies = list[tuple[nn.Parameter, Tensor, Tensor | None]]
 
 
 class Tried(NamedTuple):
@@ -105,7 +104,7 @@ class Tried(NamedTuple):
     way: Way
     loss: float
     reports: list[BlockReport]
-    values: Values
+    copies: Copies
 
 
 def reconstruct(
@@ -132,7 +131,7 @@ def reconstruct(
     weights = dict(tunable(run.model, inputs.block, masks, vectors=options.norms_and_biases))
     ways = _ways(inputs, movable, tuned, proved=judge is not None)
     losses, best = dict[Way, float](), Tried(ways[0], math.inf, [], [])
-    solved = _values(weights, movable) if judge is not None or len(ways) > 1 else []
+    solved = _copies(weights, movable) if judge is not None or len(ways) > 1 else []
     as_solved = math.inf if judge is None else judge()
     try:
         for way in ways:
@@ -142,7 +141,7 @@ def reconstruct(
                 return
             losses[way] = reports[-1].error_after if judge is None else judge()
             if not best.reports or losses[way] < best.loss:
-                best = Tried(way, losses[way], reports, _values(weights, movable) if solved else [])
+                best = Tried(way, losses[way], reports, _copies(weights, movable) if solved else [])
     except BaseException:
         run.report.notes.append(
             f"{tuned[-1].name!r}: its reconstruction was broken off; it has the best values up to then"
@@ -150,7 +149,7 @@ def reconstruct(
         raise
     notes = [f"{way}: {loss:.4g}" for way, loss in losses.items() if len(losses) > 1]
     stays = as_solved <= best.loss
-    _write(solved if stays else best.values, movable)
+    _write(solved if stays else best.copies, movable)
     for report in best.reports:
         report = replace(report, way=str(best.way), notes=[*report.notes, *notes])
         if stays:
@@ -176,19 +175,19 @@ def _ways(
     return [way for way in ways if str(way) in taken] or ways
 
 
-def _values(weights: Masks, movable: Mapping[nn.Parameter, Movable]) -> Values:
+def _copies(weights: Masks, movable: Mapping[nn.Parameter, Movable]) -> Copies:
     """Copies of weights, and of the masks that those carry which may move."""
-    values = []
+    copies = []
     for weight in weights:
         mask = movable[weight].carried_mask() if weight in movable else None
-        values.append((weight, weight.detach().clone(), None if mask is None else mask.clone()))
-    return values
+        copies.append((weight, weight.detach().clone(), None if mask is None else mask.clone()))
+    return copies
 
 
 @torch.no_grad()
-def _write(values: Values, movable: Mapping[nn.Parameter, Movable]) -> None:
-    """Values of weights, and their masks, back into the model."""
-    for weight, value, mask in values:
+def _write(copies: Copies, movable: Mapping[nn.Parameter, Movable]) -> None:
+    """Copies of weights, and of their masks, back into the model."""
+    for weight, value, mask in copies:
         if mask is not None:
             movable[weight].set_mask(mask)
         weight.copy_(value)

@@ -25,17 +25,15 @@ from operator import attrgetter
 from pathlib import Path
 from statistics import fmean
 from string import Template
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from modelopt_sparse.model.output import in_words
+from modelopt_sparse.reports.evaluate import Evaluation, TaskScores
 from modelopt_sparse.reports.text import write_whole
-from modelopt_sparse.reports.values import ERROR_FROM, LayerReport, Shrunk
-
-if TYPE_CHECKING:  # its file imports this one
-    from modelopt_sparse.reports.report import Report
+from modelopt_sparse.reports.values import ERROR_FROM, BlockReport, Distilled, LayerReport, Shrunk, Skipped
 
 MISSING = 'the HTML report draws with plotly, which is not installed: pip install "modelopt-sparse[report]"'
 ARROW = "\N{RIGHTWARDS ARROW}"
@@ -48,7 +46,33 @@ CHOSEN = ("by this criterion", "at random")  # experts that go
 NUMBER = re.compile(r"(?:^|(?<=\.))\d+(?=\.|$)")
 
 
-Runs = Sequence[tuple[str, "Report"]]  # each with its title
+class Run(Protocol):
+    """What a page shows of a run: a `Report`, whose file imports this one."""
+
+    layers: list[LayerReport]
+    blocks: list[BlockReport]
+    skipped: tuple[Skipped, ...]
+    settings: dict[str, Any]
+    calibration: dict[str, Any]
+    versions: dict[str, str]
+    earlier: list[dict[str, Any]]
+    distillation: Distilled | None
+    peak_memory: dict[str, int]
+    evaluation: Evaluation | None
+    tasks: TaskScores | None
+    shrunk: Shrunk | None
+
+    @property
+    def sparsity(self) -> float: ...
+    @property
+    def weights(self) -> tuple[int, int]: ...
+    def all_notes(self) -> list[str]: ...
+    def errors_from(self) -> dict[str, str]: ...
+    def time_by_part(self) -> dict[str, float]: ...
+    def summaries(self) -> list[str]: ...
+
+
+Runs = Sequence[tuple[str, Run]]  # each with its title
 Point = tuple[Any, str, float | None]  # (line of a figure, block, value)
 
 
@@ -57,10 +81,10 @@ Point = tuple[Any, str, float | None]  # (line of a figure, block, value)
 
 def write_page(
     path: str | Path,
-    report: "Report",
+    report: Run,
     title: str | None,
     masks: Mapping[str, Tensor],
-    compare: "Report | None",
+    compare: Run | None,
     compare_title: str | None,
 ) -> Path:
     """Write the page of one report, or of two side by side, and return its path. See `Report.to_html`."""
@@ -158,7 +182,7 @@ def _packed(text: str) -> str:
 # texts ----------------------------------------------------------------------------------------------------------------
 
 
-def _one_run(report: "Report") -> tuple[str, str]:
+def _one_run(report: Run) -> tuple[str, str]:
     """What was done and what it cost; and notes, settings and versions."""
     cards = "".join(
         f'<div class="card"><dt>{escape(name)}</dt><dd>{escape(value)}</dd><dd class="more">{escape(more)}</dd></div>'
@@ -202,7 +226,7 @@ def _said(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
-def cost_of(report: "Report") -> dict[str, tuple[str, str]]:
+def cost_of(report: Run) -> dict[str, tuple[str, str]]:
     """What was done and what it cost: name -> (value, more about it)."""
     layers, blocks, measured = report.layers, report.blocks, report.evaluation
     what, nats = in_words(report.settings.get("divergence"))
@@ -260,7 +284,7 @@ def _duration(seconds: float) -> str:
     return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
-def _circumstances(report: "Report") -> str:
+def _circumstances(report: Run) -> str:
     """Notes, settings, data and versions, of earlier runs as well."""
     notes = "".join(f"<li>{escape(note)}</li>" for note in report.all_notes())
     parts = {
@@ -285,7 +309,7 @@ def _circumstances(report: "Report") -> str:
 Cell = Callable[[Any], str | float | None]  # of a row of a table
 
 
-def _tables(report: "Report") -> list[Table]:
+def _tables(report: Run) -> list[Table]:
     """A row for each score, each layer, each block, and each weight that stays dense."""
     scores: dict[str, Cell] = {
         **_fields("task", "metric"),
@@ -375,7 +399,7 @@ def _shape(row: Any) -> str:
 # figures of one run ---------------------------------------------------------------------------------------------------
 
 
-def figures_of(report: "Report", masks: Mapping[str, Tensor]) -> list[Figure | None]:
+def figures_of(report: Run, masks: Mapping[str, Tensor]) -> list[Figure | None]:
     """The figures of one run, in the page's order.
 
     masks: bool masks to draw, by parameter name.
@@ -438,7 +462,7 @@ def _shrunk(shrunk: Shrunk, by: str | None) -> list[Figure | None]:
     ]
 
 
-def drawn_masks(report: "Report", names: Iterable[str]) -> list[str]:
+def drawn_masks(report: Run, names: Iterable[str]) -> list[str]:
     """Of the masks ``names`` those that a page shows: at most six, of the layers with the largest errors."""
     errors = {layer.parameter: _last(layer) or 0.0 for layer in report.layers}
     return sorted(names, key=lambda name: -errors.get(name, 0.0))[:MAPS]
@@ -512,7 +536,7 @@ def _experts(layers: Sequence[LayerReport]) -> Figure | None:
     return _map("experts", "Tokens of experts", caption, points, "tokens", "expert")
 
 
-def _mask_maps(masks: Mapping[str, Tensor], report: "Report") -> Figure:
+def _mask_maps(masks: Mapping[str, Tensor], report: Run) -> Figure:
     """For each mask its first rows and columns one by one, and all of it as fractions of zeros."""
     stacks = {layer.parameter for layer in report.layers if len(layer.shape) == 3}
     traces, choices = [], {}
