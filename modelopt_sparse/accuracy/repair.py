@@ -147,7 +147,9 @@ def reconstruct(
             f"{tuned[-1].name!r}: its reconstruction was broken off; it has the best values up to then"
         )
         raise
-    notes = [f"{way}: {loss:.4g}" for way, loss in losses.items() if len(losses) > 1]
+    by = "error of the block" if judge is None else "divergence of the model's output"
+    notes = [f"{way}: {loss:.4g}" for way, loss in losses.items()] if len(losses) > 1 else []
+    notes = [f"taken: {best.way}, by the {by} on the batches held back", *notes] if notes else []
     stays = as_solved <= best.loss
     _write(solved if stays else best.copies, movable)
     for report in best.reports:
