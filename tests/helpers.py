@@ -43,6 +43,16 @@ def tiny_llama(**changes) -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(**{**settings, **changes})).eval()
 
 
+def in_steps(batches: Sequence[Tensor], seed: int = 0) -> list[Tensor]:
+    """The rows of batches of tokens, or of images, as a run that tunes takes them: in steps of about 1,024 tokens,
+    at least eight, in an order drawn by the seed. The last one judges (of 32 and more, one of sixteen)."""
+    rows = torch.cat(list(batches))
+    size = max(1, min(1024 // (rows.shape[1] if rows.dim() == 2 else 128), len(rows) // 8))
+    steps = rows.split(size)
+    order = torch.randperm(len(steps), generator=torch.Generator().manual_seed(seed))
+    return [steps[place] for place in order.argsort().tolist()]
+
+
 def token_batches(count: int = 3, batch: int = 2, length: int = 16, vocab: int = 97, seed: int = 1) -> list[Tensor]:
     """``count`` batches [batch, length] of random token ids."""
     generator = torch.Generator().manual_seed(seed)

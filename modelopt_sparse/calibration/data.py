@@ -3,7 +3,7 @@
 import hashlib
 import json
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from itertools import accumulate, islice
 from pathlib import Path
@@ -24,7 +24,7 @@ from modelopt_sparse.model.devices import (
     parts_within,
 )
 from modelopt_sparse.model.hf import default_seq_len, refuse_unknown_tokens, takes
-from modelopt_sparse.plan.options import STEP_TOKENS, UNITS, SparsifyConfig
+from modelopt_sparse.plan.options import LEAST_STEPS, STEP_TOKENS, UNITS, SparsifyConfig
 from modelopt_sparse.reports.text import first_few
 
 # calls ----------------------------------------------------------------------------------------------------------------
@@ -32,21 +32,24 @@ from modelopt_sparse.reports.text import first_few
 
 IMAGES = 8  # of a batch, if nobody says how many
 DRAWN_FROM = 8  # of data without a length, so many times the windows asked for are read
-HELD_BACK = 16  # one of so many calibration batches, at least one, only judges
+HELD_BACK = 16  # one of so many steps, at least one, only judges
+PATCHES = 128  # tokens that an image counts as where steps are cut
 
 
 @dataclass(frozen=True)
 class Call:
     """One call of the model: ``model(*args, **kwargs)``.
 
-    step: the number of the batch that it is a unit of, negative if the model has written it; None: it is a batch.
-    row: where in that batch its rows begin.
+    step: the number of the step of the optimizer that it is a part of, negative if the model has written it; None: it
+      is one by itself. row: where in that step its rows begin.
+    batch: the number of the user's batch that it was cut from, where that is another.
     """
 
     args: tuple
     kwargs: dict[str, Any]
     step: int | None = None
     row: int = 0
+    batch: int | None = None
 
 
 def samples(args: tuple, kwargs: Mapping[str, Any]) -> int:
@@ -61,8 +64,8 @@ def judging(batches: int) -> int:
 
 
 def load_calls(config: SparsifyConfig, model: nn.Module) -> list[Call]:
-    """The calls that data_loader or text stand for, on the CPU or wherever the user's tensors are. Where something is
-    tuned, a batch of a data_loader is cut into steps.
+    """The calls that data_loader or text stand for, on the CPU or wherever the user's tensors are; where something is
+    tuned, in steps.
 
     Tensors are copied as soon as a batch is there: a loader may fill the same memory again. While the user holds the
     batches as well, they take twice the memory.
@@ -79,32 +82,80 @@ def load_calls(config: SparsifyConfig, model: nn.Module) -> list[Call]:
     calls = [Call(*map_batch(_copied, (call.args, call.kwargs))) for call in as_calls]
     if not calls:
         raise ValueError("data_loader gives no batch, as a generator that is used up does: give a list or a DataLoader")
-    if not config.tunes or config.data is not None:
-        return calls
-    return [step for call in calls for step in cut(call, lambda _, length: STEP_TOKENS // max(length, 1))]
+    return in_steps(calls, None if config.holds_text else config.seed) if config.tunes else calls
+
+
+def in_steps(calls: Sequence[Call], seed: int | None) -> list[Call]:
+    """Batches as parts of steps of the optimizer, in an order drawn by ``seed`` (None: as they are); the last ones
+    judge.
+
+    A step has as many rows whatever the user's batches are: about STEP_TOKENS tokens, and fewer where there would be
+    fewer than LEAST_STEPS of them. Batches are cut where a step begins, as far as that is certain to be right (see
+    `cut`), and small ones are put together.
+    """
+    sizes = [samples(call.args, call.kwargs) for call in calls]
+    tokens = sum(size * _tokens_of_row(call) for size, call in zip(sizes, calls))
+    each = max(1, min(STEP_TOKENS * sum(sizes) // max(tokens, 1), sum(sizes) // LEAST_STEPS))
+    made: list[Call] = []
+    for batch, (call, at) in enumerate(zip(calls, accumulate(sizes, initial=0))):
+        made += [
+            replace(part, step=(at + part.row) // each, row=(at + part.row) % each, batch=batch)
+            for part in cut(call, each, each - at % each)
+        ]
+    steps = [*dict.fromkeys(part.step for part in made)]
+    places = dict(zip(steps, range(len(steps))))
+    if seed is not None:
+        drawn = torch.randperm(len(steps), generator=torch.Generator().manual_seed(seed))
+        places = dict(zip(steps, drawn.tolist()))
+    made = [replace(part, step=places[part.step]) for part in made]
+    return sorted(made, key=lambda part: part.step or 0)
+
+
+def _tokens_of_row(call: Call) -> int:
+    """How many tokens a row of a batch has, at most; an image or a volume counts as PATCHES."""
+    sizes = [1]
+    for x in flat_tensors((call.args, call.kwargs)):
+        if x.dim() == 3 or (x.dim() == 2 and not x.is_floating_point()):
+            sizes.append(x.shape[1])
+        elif x.dim() > 3:
+            sizes.append(PATCHES)
+    return max(sizes)
 
 
 def units(calls: Sequence[Call], first: int = 0) -> list[Call]:
-    """Batches in units, which processes share, so that any number of them runs the same; steps count from ``first``."""
-    made = []
-    for step, call in enumerate(calls, first):
-        parts = cut(call, lambda rows, _: -(-rows // UNITS))
-        begins = accumulate((samples(part.args, part.kwargs) for part in parts), initial=0)
-        made += [replace(part, step=step, row=row) for part, row in zip(parts, begins)]
-    return made
+    """Steps in units, which processes share, so that any number of them runs the same. A call that is of no step yet is
+    one by itself; these count from ``first``."""
+    return [
+        replace(part, step=step if call.step is None else call.step, row=call.row + part.row, batch=call.batch)
+        for step, call in enumerate(calls, first)
+        for part in cut(call, -(-samples(call.args, call.kwargs) // UNITS))
+    ]
 
 
-def cut(call: Call, size: Callable[[int, int], int]) -> list[Call]:
-    """A batch of nothing but tokens in parts of ``size(rows, length)`` rows; any other as it is, for which of its
-    tensors have a row for each sample is not known."""
+def cut(call: Call, each: int, first: int | None = None) -> list[Call]:
+    """A batch in parts of ``each`` rows, the ``first`` part of so many, if it is nothing but tokens, or images with a
+    number for each; any other as it is, for which of its tensors have a row for each sample is not known. `row` is that
+    of the batch."""
     tensors = [x for _, x in parts_within((call.args, call.kwargs)) if isinstance(x, Tensor)]
-    plain = all(x.layout == torch.strided and not x.is_nested and x.dim() == 2 for x in tensors)
-    if not plain or any(x.is_floating_point() or x.shape != tensors[0].shape for x in tensors):
-        return [call]
-    rows, length = tensors[0].shape
-    each = max(1, size(rows, length))
-    begins = range(0, max(rows, 1), each)
-    return [Call(*map_tensors(lambda x, at=at: x[at : at + each], (call.args, call.kwargs))) for at in begins]
+    dims = [x.dim() for x in tensors if not x.is_floating_point()]
+    images = [x for x in tensors if x.is_floating_point()]
+    known = all(dim == 2 for dim in dims) if not images else all(dim == 1 for dim in dims)
+    plain = all(x.layout == torch.strided and not x.is_nested for x in tensors) and len(images) < 2
+    if not (plain and known and all(x.dim() > 3 for x in images)) or len({len(x) for x in tensors}) != 1:
+        return [replace(call, row=0)]
+    each = max(1, each)
+    begins = [0, *range(first or each, len(tensors[0]), each)]
+    ends = [*begins[1:], len(tensors[0])]
+    return [
+        Call(*map_tensors(lambda x, a=a, b=b: x[a:b], (call.args, call.kwargs)), row=a) for a, b in zip(begins, ends)
+    ]
+
+
+def held_back(calls: Sequence[Call]) -> int:
+    """How many of the user's calls, the last ones, only judge where blocks are tuned."""
+    steps = [-1 - number if call.step is None else call.step for number, call in enumerate(calls)]
+    judges = [*dict.fromkeys(steps)][-judging(len(set(steps))) :]
+    return sum(step in judges for step in steps)
 
 
 def rows_of(call: Call) -> Iterator[Call]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from modelopt_sparse.calibration.answers import Unknown, drawing_from
-from modelopt_sparse.calibration.data import Call, digest_of, judging, load_calls, samples, source_of, units
+from modelopt_sparse.calibration.data import Call, digest_of, held_back, load_calls, samples, source_of, units
 from modelopt_sparse.calibration.own_text import calls_from_nothing, monotonous, own_calls, rows_of, why_none_is_written
 from modelopt_sparse.calibration.run import Run, Unreadable
 from modelopt_sparse.model.adapters import CONV
@@ -400,6 +400,11 @@ class CalibrationData:
             sha256 = sha256 or digest_of(calls)
             _check_share(calls, sha256, run)
             calls = calls[processes.rank :: processes.size]
+        elif processes.size > 1:  # steps of processes that have data of their own are others
+            calls = [
+                call if call.step is None else replace(call, step=call.step * processes.size + processes.rank)
+                for call in calls
+            ]
         return cls(run, calls, sha256, len(own))
 
     def only(self, numbers: Sequence[int]) -> "CalibrationData":
@@ -486,14 +491,14 @@ def call_model(run: Run, call: Call, number: int, random: Sequence[Any] | None =
     """Call ``number`` of the model in this process. Each time it draws the same random numbers: from the states
     ``random``, or as its number says."""
     device = input_device(run.model)
-    seed = (torch.initial_seed() + _batch_of(run, call, number) + call.row) % 2**63
+    seed = (torch.initial_seed() + _step_of(run, call, number) + call.row) % 2**63
     with errors_name_batch(run, call, number), drawing_from(seed if random is None else random):
         args, kwargs = map_batch(lambda x: x.to(device), (call.args, call.kwargs))
         run.model(*args, **kwargs)
 
 
-def _batch_of(run: Run, call: Call, number: int) -> int:
-    """The number of a call's batch among those of all processes."""
+def _step_of(run: Run, call: Call, number: int) -> int:
+    """The step of the optimizer that a call is a part of, by its number among those of all processes."""
     return number * run.processes.size + run.processes.rank if call.step is None else call.step
 
 
@@ -517,7 +522,7 @@ def errors_name_batch(run: Run, call: Call, number: int) -> Iterator[None]:
             advice = "batch_size=1, or spill=True where the checkpoint is streamed"
             raise MemoryError(f"no memory for {what} in {where}: {advice}") from error
         shapes = map_tensors(lambda x: f"{x.dtype} {list(x.shape)}", {**dict(enumerate(call.args)), **call.kwargs})
-        batch = f"calibration batch {_batch_of(run, call, number)}, {shapes}"
+        batch = f"calibration batch {_step_of(run, call, number) if call.batch is None else call.batch}, {shapes}"
         problem = f"{type(run.model).__name__} cannot take {batch}: {type(error).__name__}: {error}"
         raise ValueError(f"{problem}. Give batches that model(**batch) takes, or a collect_func") from error
 
@@ -529,7 +534,7 @@ def _own(calls: list[Call], run: Run) -> list[Call]:
     if run.config.self_data == "auto" and (why := why_none_is_written(calls, run)):
         run.report.notes.append(f"{NONE_WRITTEN}: {why}")
         return []
-    return _written(run, lambda: own_calls(run.model, calls, judging(len(calls)), run.config, run.processes))
+    return _written(run, lambda: own_calls(run.model, calls, held_back(calls), run.config, run.processes))
 
 
 def _written(run: Run, write: Callable[[], list[Call]]) -> list[Call]:

@@ -295,8 +295,8 @@ TRUE_MEANS = {"polish": 30}  # iterations
 DEFAULT_PATTERN = "2:4"
 DATA_SET = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?(:[^:\s]*(:\S+)?)?")  # NAME[:CONFIG[:SPLIT]]
 FILES = (".txt", ".jsonl")
-LEAST_BATCHES = 4  # of text, if the model is tuned and the user gives no batch_size
 STEP_TOKENS = 1024  # about as many are in a step of the optimizer
+LEAST_STEPS = 8  # in an epoch, as far as there are rows
 UNITS = 8  # that a batch is cut into where processes share it, as far as it has so many windows
 SELF = "self"  # as data: text that the model writes, all of it
 # options of other libraries, whose names are like those of other options here
@@ -538,11 +538,11 @@ class SparsifyConfig:
 
     def windows_per_batch(self, windows: int, seq_len: int, device: torch.device) -> int:
         """Windows of text in a batch: ``batch_size``, or without one about 2,048 tokens on the CPU, and 8 windows on
-        other devices. A run that tunes takes about 1,024 tokens and at least four batches, the last of which judges."""
+        other devices. A run that tunes takes about 1,024 tokens and at least eight batches: the last ones judge."""
         if self.batch_size is not None:
             return self.batch_size
         if self.tunes:
-            return max(1, min(STEP_TOKENS // seq_len, windows // LEAST_BATCHES))
+            return max(1, min(STEP_TOKENS // seq_len, windows // LEAST_STEPS))
         return default_batch_size(seq_len, device)
 
     def counts(self) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from tests.helpers import (
     Snapshot,
     assert_same_state,
     calibrated_run,
+    in_steps,
     refused,
     state_of,
     tiny_llama,
@@ -58,7 +59,7 @@ def logits_of(model, **inputs):
 def test_steps_are_those_of_a_plain_loop():
     """In float64: a copy of the dense model teaches, Adam is written out, pruned places are multiplied away."""
     model, dense = tiny_llama().double(), tiny_llama().double()
-    student, batches = sparsified(tiny_llama().double(), distill=None), token_batches(BATCHES)
+    student, batches = sparsified(tiny_llama().double(), distill=None), in_steps(token_batches(BATCHES))
     masks = {f"{name[: -len('_mask')]}": buffer for name, buffer in student.named_buffers() if name.endswith("_mask")}
     student = mts.export(student)
     tuned = {name: p for name, p in student.named_parameters() if name in masks or p.dim() == 1}
@@ -137,9 +138,10 @@ def test_never_worse_on_what_is_held_back(options, data):
     batches = token_batches(3) if data == "few" else [torch.full((2, 16), 5)] * 4
     model = sparsified(data_loader=batches, **options)
     report = mts.report(model).distillation
+    held_back = in_steps(batches)[-1]
     dense, without = tiny_llama(), sparsified(data_loader=batches, **{**options, "distill": None})
     after, before = (
-        float(mean_kl(*(logits_of(each, input_ids=batches[-1]) for each in (dense, sparse))))
+        float(mean_kl(*(logits_of(each, input_ids=held_back) for each in (dense, sparse))))
         for sparse in (model, without)
     )
     assert after <= before
@@ -184,8 +186,8 @@ def test_padding_does_not_count():
     model, other = sparsified(data_loader=batches), sparsified(data_loader=others)
     for one, two in zip(model.parameters(), other.parameters()):
         torch.testing.assert_close(one, two, rtol=1e-3, atol=1e-5)
-    dense, real = tiny_llama(), masks[-1].flatten().bool()
-    kl = mean_kl(*(logits_of(each, **batches[-1])[real] for each in (dense, model)))
+    dense, held_back = tiny_llama(), {"input_ids": in_steps(ids)[-1], "attention_mask": masks[-1]}
+    kl = mean_kl(*(logits_of(each, **held_back)[masks[-1].flatten().bool()] for each in (dense, model)))
     assert mts.report(model).distillation.kl_after == pytest.approx(float(kl), rel=1e-4)
 
 
@@ -250,7 +252,8 @@ def test_the_teacher_predicts_what_the_dense_model_did(name):
         for layer_plan in run.plan.layers:
             layer_plan.layer.parameter.mul_(0.7)
         changed = copy.deepcopy(model)
-        for index, batch in enumerate(batches):
+        for index, call in enumerate(calibration.calls):
+            batch = call.kwargs
             taught, sparse = (each.values.flatten(0, -2) for each in teacher.outputs(index))
             torch.testing.assert_close(taught, logits_of(dense, **batch))
             torch.testing.assert_close(sparse, logits_of(changed, **batch))
@@ -311,7 +314,7 @@ def test_an_interruption_leaves_the_best_values_so_far(monkeypatch, stopped_in):
     judge = tuning.BatchNumbers.judged
     monkeypatch.setattr(tuning.BatchNumbers, "judged", lambda *a: judged.append(judge(*a)) or judged[-1])
     monkeypatch.setattr(tuning, "_take_step", step)
-    model, dense, held_back = tiny_llama(), tiny_llama(), token_batches(BATCHES)[-1]
+    model, dense, held_back = tiny_llama(), tiny_llama(), in_steps(token_batches(BATCHES))[-1]
     before = [type(layer) for layer in model.model.layers]
     with pytest.raises(KeyboardInterrupt):
         sparsified(model)
@@ -464,15 +467,15 @@ def test_a_step_takes_the_sum_of_the_gradients_of_its_units(monkeypatch):
 
 
 def test_a_tuned_run_that_is_to_be_shared_runs_units():
-    """One process with deterministic=True runs what several would: a window at a time; else the batches of the user."""
-    data = [torch.randint(97, (4, 16)) for _ in range(3)]
+    """One process with deterministic=True runs what several would: a window at a time; else steps of four windows."""
+    data = [torch.randint(97, (8, 16)) for _ in range(4)]
     most: dict[bool, int] = {}
     for deterministic in (False, True):
         model, seen = tiny_llama(), set()
         model.model.embed_tokens.register_forward_hook(lambda module, args, output, seen=seen: seen.add(len(output)))
         mts.sparsify(model, "wanda", data_loader=data, reconstruct=1, deterministic=deterministic, progress=False)
         most[deterministic] = max(seen)
-        assert mts.report(model).calibration["calls"] == 3
+        assert mts.report(model).calibration["calls"] == 8
     assert most == {False: 4, True: 1}
 
 

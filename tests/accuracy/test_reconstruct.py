@@ -11,7 +11,7 @@ import modelopt_sparse as mts
 from modelopt_sparse.accuracy.tuning import TunedWeights, learning_rates
 from modelopt_sparse.distributed import Processes
 from modelopt_sparse.plan.options import Distill, Reconstruct
-from tests.helpers import assert_bits, assert_same_state, state_of, tiny_llama, token_batches
+from tests.helpers import assert_bits, assert_same_state, in_steps, state_of, tiny_llama, token_batches
 from tests.models.architectures import ARCHITECTURES
 from tests.oracles.layer_problem import exact_refit, objective
 
@@ -64,7 +64,7 @@ def test_errors_are_those_of_the_whole_model_on_the_batch_held_back(target):
     """Of the first block before any tuning, and of both afterwards, by plain hooks on the finished model."""
     options = {"epochs": 2, "target": target}
     model, dense, plain = sparsified(reconstruct=options), tiny_llama(), sparsified(reconstruct=False)
-    held_back = token_batches(BATCHES)[-1]
+    held_back = in_steps(token_batches(BATCHES))[-1]
     first, second = mts.report(model).blocks
     assert [first.name, second.name] == BLOCKS
     goal = outputs(dense, held_back, BLOCKS[0])
@@ -79,7 +79,8 @@ def test_errors_are_those_of_the_whole_model_on_the_batch_held_back(target):
 @pytest.mark.parametrize("method", ["magnitude", "wanda", "sparsegpt", "alps"])
 @pytest.mark.parametrize("parts", ["block", "children"])
 def test_no_block_gets_worse_and_most_get_better(method, parts):
-    report = mts.report(sparsified(method, reconstruct={"epochs": 4, "parts": parts}))
+    options = {"epochs": 4, "parts": parts}
+    report = mts.report(sparsified(method, data_loader=token_batches(32), reconstruct=options))
     assert all(block.error_after <= block.error_before for block in report.blocks)
     assert all((block.error_after < block.error_before) == (block.epoch > 0) for block in report.blocks)
     assert sum(block.epoch > 0 for block in report.blocks) >= len(report.blocks) / 2
@@ -98,7 +99,7 @@ def test_children_are_tuned_one_by_one_against_their_own_outputs():
     model, dense = sparsified(reconstruct={"parts": "children"}), tiny_llama()
     names = [block.name for block in mts.report(model).blocks]
     assert names == [name for block in BLOCKS for name in (f"{block}.self_attn", block)]
-    held_back = token_batches(BATCHES)[-1]
+    held_back = in_steps(token_batches(BATCHES))[-1]
     plain = sparsified(reconstruct=False)
     attention = f"{BLOCKS[0]}.self_attn"
     before = relative(outputs(plain, held_back, attention), outputs(dense, held_back, attention))
@@ -313,7 +314,7 @@ def test_a_router_is_untouched():
 def test_a_loop_in_inference_mode():
     def loop(model):
         with torch.inference_mode():
-            for batch in token_batches(BATCHES):
+            for batch in in_steps(token_batches(BATCHES)):
                 model(batch)
 
     model = tiny_llama()
@@ -423,7 +424,7 @@ def test_settings_that_make_no_sense(value, message):
     [
         ({"sequential": "none"}, "on what the sparse blocks before it put out"),
         ({"update": False}, "update=False keeps the dense values, which reconstruct would change"),
-        ({"data_loader": token_batches(1)}, "needs two calibration batches"),
+        ({"data_loader": token_batches(1, batch=1)}, "needs two calibration batches"),
     ],
 )
 def test_what_cannot_work_is_refused_before_any_work(options, message):

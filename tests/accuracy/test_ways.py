@@ -9,7 +9,7 @@ import torch
 import modelopt_sparse as mts
 from modelopt_sparse import oneshot
 from modelopt_sparse.accuracy.repair import Way
-from tests.helpers import assert_same_state, state_of, tiny_llama, token_batches
+from tests.helpers import assert_same_state, in_steps, state_of, tiny_llama, token_batches
 
 BATCHES = 9
 OPEN = {"epochs": 2, "masks": "auto", "metric": "auto"}
@@ -29,7 +29,7 @@ def options_of(way: Way) -> dict:
 
 def divergence(model) -> float:
     """Of the outputs for the batch held back, written out."""
-    batch = token_batches(BATCHES)[-1]
+    batch = in_steps(token_batches(BATCHES))[-1]
     with torch.no_grad():
         p, q = (x(batch).logits.double().log_softmax(-1) for x in (tiny_llama(num_hidden_layers=1), model))
     return float((p.exp() * (p - q)).sum(-1).mean())
@@ -73,7 +73,7 @@ def test_a_block_that_is_worse_by_the_output_is_left_as_solved(monkeypatch, mask
 
 def test_where_the_output_cannot_be_asked_blocks_have_the_say():
     def loop(model):
-        for batch in token_batches(BATCHES):
+        for batch in in_steps(token_batches(BATCHES)):
             model(batch)
 
     options = {"epochs": 2, "masks": "auto"}

@@ -9,7 +9,6 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTraine
 
 import modelopt_sparse as mts
 from modelopt_sparse.calibration.data import load_calls
-from modelopt_sparse.model.devices import flat_tensors
 from modelopt_sparse.model.hf import default_seq_len
 from tests.calibration.collecting import assert_same, collected
 from tests.helpers import TESTBED, refused, tiny_llama
@@ -170,10 +169,10 @@ def test_a_batch_is_left_to_judge_by(tokenizer, text):
     """As many samples as one batch would take: the defect of quality="balanced"."""
     model = text_llama(tokenizer)
     tuned = {"seq_len": 16, "reconstruct": 1}
-    assert calls_of(model, tokenizer, text, num_samples=8, **tuned) == [2, 2, 2, 2]
+    assert calls_of(model, tokenizer, text, num_samples=8, **tuned) == [1] * 8
     assert calls_of(model, tokenizer, text, num_samples=2, **tuned) == [1, 1]
-    assert calls_of(model, tokenizer, text * 20, num_samples=128, **tuned) == [32] * 4
-    assert calls_of(model, tokenizer, text, num_samples=8, batch_size=8, **tuned) == [8]  # what the user says
+    assert calls_of(model, tokenizer, text * 20, num_samples=128, **tuned) == [16] * 8
+    assert calls_of(model, tokenizer, text, num_samples=8, batch_size=8, **tuned) == [1] * 8
     options = {"data": [text], "tokenizer": tokenizer, "seq_len": 16, "num_samples": 8, "progress": False}
     mts.sparsify(model, quality="balanced", **options)
     assert len(mts.report(model).blocks) == 2
@@ -201,48 +200,3 @@ def test_a_vocabulary_that_does_not_fit_the_model(tokenizer, text):
     )
     with pytest.raises(ValueError, match=f"token id {max(ids)}, .* has 97 tokens"):
         mts.evaluate(tiny_llama(), torch.tensor(ids), seq_len=16, progress=False)
-
-
-# steps --------------------------------------------------------------------------------------------------------------
-
-
-def test_batches_of_tokens_are_cut_into_steps_where_something_is_tuned():
-    """About 1,024 tokens each, rows in order; what is not known to have a row for each sample stays whole."""
-    ids, mask = torch.arange(10 * 300).view(10, 300), torch.ones(10, 300, dtype=torch.long)
-    long, floats = torch.zeros(2, 3000, dtype=torch.long), torch.zeros(40, 300)
-    positions = torch.zeros(3, 10, 300, dtype=torch.long)
-    loader = [
-        {"input_ids": ids, "attention_mask": mask},
-        ids,
-        long,
-        floats,
-        {"input_ids": ids, "position_ids": positions},
-    ]
-
-    def shapes(**options):
-        calls = load_calls(mts.SparsifyConfig(data_loader=loader, **options), tiny_llama())
-        return [[list(x.shape) for x in flat_tensors((call.args, call.kwargs))] for call in calls], calls
-
-    whole = [[[10, 300]] * 2, [[10, 300]], [[2, 3000]], [[40, 300]], [[10, 300], [3, 10, 300]]]
-    assert shapes()[0] == shapes(polish=True)[0] == whole
-    cut = [
-        *([[3, 300]] * 2, [[3, 300]] * 2, [[3, 300]] * 2, [[1, 300]] * 2),
-        *([[3, 300]], [[3, 300]], [[3, 300]], [[1, 300]]),
-        *([[1, 3000]], [[1, 3000]]),
-        *whole[3:],
-    ]
-    for options in ({"reconstruct": True}, {"distill": True}):
-        sizes, calls = shapes(**options)
-        assert sizes == cut
-        assert torch.equal(torch.cat([call.kwargs["input_ids"] for call in calls[:4]]), ids)
-    assert len(shapes(reconstruct=True, max_batches=1)[1]) == 4
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_steps_of_text(device):
-    config = mts.SparsifyConfig(reconstruct=True)
-    sizes = [config.windows_per_batch(128, length, torch.device(device)) for length in (64, 512, 1000, 2048)]
-    assert sizes == [16, 2, 1, 1]
-    assert config.windows_per_batch(8, 16, torch.device(device)) == 2
-    assert mts.SparsifyConfig(distill=True).windows_per_batch(128, 512, torch.device(device)) == 2
-    assert mts.SparsifyConfig(reconstruct=True, batch_size=8).windows_per_batch(128, 512, torch.device(device)) == 8

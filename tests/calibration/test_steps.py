@@ -1,0 +1,95 @@
+"""Steps of the optimizer: whatever the user's batches are, the same rows make the same steps, and judge."""
+
+import pytest
+import torch
+from torch import Tensor
+
+import modelopt_sparse as mts
+from modelopt_sparse.calibration.data import load_calls, samples
+from modelopt_sparse.model.devices import flat_tensors
+from tests.helpers import in_steps, tiny_llama
+
+pytestmark = pytest.mark.core
+
+
+ROWS = torch.arange(256 * 120).view(256, 120)
+IMAGES = torch.arange(64.0).view(64, 1, 1, 1).expand(64, 3, 4, 4)
+
+
+def with_masks(rows: Tensor) -> dict[str, Tensor]:
+    return {"input_ids": rows, "attention_mask": torch.ones_like(rows)}
+
+
+@pytest.mark.parametrize("tuned", [{"reconstruct": True}, {"distill": True}])
+@pytest.mark.parametrize("sizes", [32, 4, 7, 300])
+@pytest.mark.parametrize(
+    ("rows", "as_call", "size"),
+    [(ROWS, None, 8), (ROWS, with_masks, 8), (ROWS[:40], None, 5), (ROWS[:3], None, 1), (IMAGES, None, 8)],
+    ids=["tokens", "with masks", "few", "three", "images"],
+)
+def test_steps_are_the_same_whatever_the_batches(rows, as_call, size, sizes, tuned):
+    """About 1,024 tokens each, at least eight, in an order drawn by the seed; an image counts as 128 tokens."""
+    batches = rows.split(sizes)
+    loader = [batch if as_call is None else as_call(batch) for batch in batches]
+    calls = load_calls(mts.SparsifyConfig(data_loader=loader, seed=5, **tuned), tiny_llama())
+    steps = {}
+    for call in calls:
+        steps.setdefault(call.step, []).append(flat_tensors((call.args, call.kwargs))[0])
+        assert steps[call.step][-1][0, 0] in batches[call.batch][:, 0]
+    wanted = in_steps([rows], seed=5)
+    assert [*steps] == [*range(len(wanted))]
+    assert {len(step) for step in wanted[:-1]} <= {size, len(rows) % size}
+    for step, rows_of_step in zip(wanted, steps.values()):
+        assert torch.equal(torch.cat(rows_of_step), step)
+
+
+FLOATS, POSITIONS = torch.zeros(40, 300), torch.zeros(3, 40, 300, dtype=torch.long)
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        FLOATS,
+        torch.zeros(40, 300, 2),
+        {"input_ids": ROWS[:40], "position_ids": POSITIONS},
+        {"input_ids": ROWS[:40], "pixel_values": IMAGES[:40]},
+        {"pixel_values": IMAGES[:40], "rows": torch.zeros(39, dtype=torch.long)},
+        (ROWS[:40], ROWS[:1], {}),
+    ],
+    ids=["floats", "hidden states", "positions", "both", "more images", "one row"],
+)
+def test_what_is_not_known_to_have_a_row_for_each_sample_stays_whole(batch):
+    calls = load_calls(mts.SparsifyConfig(data_loader=[batch] * 3, reconstruct=True), tiny_llama())
+    assert [samples(call.args, call.kwargs) for call in calls] == [40] * 3
+    assert sorted(call.batch for call in calls) == [0, 1, 2]
+
+
+def test_batches_stay_where_nothing_is_tuned():
+    (call,) = load_calls(mts.SparsifyConfig(data_loader=[ROWS], polish=True), tiny_llama())
+    assert call.step is None
+    assert len(call.args[0]) == 256
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_steps_of_text(device):
+    config = mts.SparsifyConfig(reconstruct=True)
+    sizes = [config.windows_per_batch(128, length, torch.device(device)) for length in (64, 512, 1000, 2048)]
+    assert sizes == [16, 2, 1, 1]
+    assert config.windows_per_batch(8, 16, torch.device(device)) == 1
+    assert mts.SparsifyConfig(distill=True).windows_per_batch(128, 512, torch.device(device)) == 2
+    assert mts.SparsifyConfig(reconstruct=True, batch_size=8).windows_per_batch(128, 512, torch.device(device)) == 8
+
+
+@pytest.mark.parametrize("options", [{"quality": "balanced"}, {"method": "wanda", "distill": {"epochs": 1}}])
+def test_the_same_rows_in_other_batches_give_the_same_result(options):
+    """Eight of 32 rows, 64 of 4, and some of other sizes."""
+    ids = torch.randint(3, 97, (256, 24), generator=torch.Generator().manual_seed(1))
+    weights = []
+    for sizes in (32, 4, [100, 1, 155]):
+        model = tiny_llama(num_hidden_layers=1).double()
+        mts.sparsify(model, pattern="2:4", data_loader=ids.split(sizes), progress=False, **options)
+        weights.append(dict(model.named_parameters()))
+    for other in weights[1:]:
+        for name, weight in weights[0].items():
+            assert torch.equal(weight == 0, other[name] == 0), name
+            torch.testing.assert_close(other[name], weight, rtol=1e-4, atol=1e-7)
