@@ -112,13 +112,13 @@ def in_steps(calls: Sequence[Call], seed: int | None) -> list[Call]:
 
 
 def _tokens_of_row(call: Call) -> int:
-    """How many tokens a row of a batch has, at most; an image or a volume counts as PATCHES."""
+    """How many tokens a row of a batch has, at most; an image, or what is not known, counts as PATCHES."""
     sizes = [1]
     for x in flat_tensors((call.args, call.kwargs)):
-        if x.dim() == 3 or (x.dim() == 2 and not x.is_floating_point()):
-            sizes.append(x.shape[1])
-        elif x.dim() > 3:
+        if x.is_nested or x.dim() > 3:
             sizes.append(PATCHES)
+        elif x.dim() == 3 or (x.dim() == 2 and not x.is_floating_point()):
+            sizes.append(x.shape[1])
     return max(sizes)
 
 
