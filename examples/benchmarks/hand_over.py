@@ -1,4 +1,4 @@
-"""A sparse model on its way to be served: sparsify, eval with tasks, quantize, and verify the quantized folders.
+"""A sparse model on its way to be served: sparsify, eval, ask lm_eval, quantize, and verify the quantized folders.
 
     python examples/benchmarks/hand_over.py
     python examples/benchmarks/hand_over.py --tools compressed_tensors,llmcompressor,torchao
@@ -52,12 +52,16 @@ def main() -> int:
     work.mkdir(parents=True, exist_ok=True)
     sparse = work / "sparse"
     calibration = ["--data", TESTBED / "calibration.txt", "--num-samples", options.windows, "--seq-len", 512]
-    run("sparsify", options.model, "--out", sparse, "--overwrite", *calibration, "--dtype", "bfloat16", "--quiet")
+    calibration += ["--dtype", "bfloat16", "--quiet"]
+    run("modelopt_sparse", "sparsify", options.model, "--out", sparse, "--overwrite", *calibration)
     heldout = (TESTBED / "heldout.txt").read_text(encoding="utf-8")
     write_task(work / "tasks", heldout, options.questions)
     (work / "held.txt").write_text(heldout[: options.characters], encoding="utf-8")
-    measure = ["--data", work / "held.txt", "--seq-len", 512, "--tasks", "next_words", "--task-folder", work / "tasks"]
-    print(run("eval", sparse, "--reference", options.model, *measure))
+    measure = ["--data", work / "held.txt", "--seq-len", 512]
+    print(run("modelopt_sparse", "eval", sparse, "--reference", options.model, *measure))
+    for model in (options.model, sparse):
+        asked = ["--model", "hf", "--model_args", f"pretrained={model}", "--device", "cpu"]
+        print(run("lm_eval", *asked, "--tasks", "next_words", "--include_path", work / "tasks"))
 
     windows = torch.randint(2048, (16, 256), generator=torch.Generator().manual_seed(0))
     save_file({"windows": windows}, work / "windows")
@@ -81,9 +85,9 @@ def main() -> int:
     return int(any("not as expected" in line or "failed" in line for line in lines))
 
 
-def run(*arguments: object) -> str:
-    """What a command of modelopt-sparse prints. Raises SystemExit with its error."""
-    command = [sys.executable, "-m", "modelopt_sparse", *map(str, arguments)]
+def run(module: str, *arguments: object) -> str:
+    """What a module prints as a program. Raises SystemExit with its error."""
+    command = [sys.executable, "-m", module, *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(done.stderr)
