@@ -1,10 +1,10 @@
-"""A sparse model on its way to be served: sparsify, eval, ask lm_eval, quantize, and verify the quantized folders.
+"""A sparse model on its way to be served: sparsify, eval, ask lm_eval, quantize, and verify what was quantized.
 
     python examples/benchmarks/hand_over.py
     python examples/benchmarks/hand_over.py --tools compressed_tensors,llmcompressor,torchao
 
-Zeros are counted in the codes. compressed-tensors is used where it is installed; the other two get an environment of
-their own. Exit code 1 if a folder that should be 2:4 is not.
+Zeros are counted in the dequantized weights. compressed-tensors is used where it is installed; the other two get an
+environment of their own. Exit code 1 if a folder that should be 2:4 is not.
 """
 
 import argparse
@@ -15,6 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
+from quantizing import DEQUANTIZED
 from safetensors.torch import save_file
 from tools import HERE, TITLES, Failed, Tools, last_line, machine
 
@@ -74,12 +75,12 @@ def main() -> int:
             except Failed as error:
                 lines.append(f"| {TITLES[tool]} | {scheme} | failed: {error} | | |")
                 continue
-            holds, zeros = zeros_in(place)
+            holds, zeros = zeros_in(place / DEQUANTIZED)
             verdict = "yes" if holds else "NO"
             lines.append(f"| {TITLES[tool]} {cost['version']} | {scheme} | {verdict} | {kept:.2%} | {zeros:.2%} |")
             if holds == (scheme in LOSES):
                 lines.append(f"| | | not as expected of {scheme} | | |")
-    print("| tool | scheme | 2:4 | zeros before | zeros in the codes |\n| --- | --- | --- | ---: | ---: |")
+    print("| tool | scheme | 2:4 | zeros before | zeros after |\n| --- | --- | --- | ---: | ---: |")
     print("\n".join(lines))
     print(f"\n{machine()}; torch {torch.__version__}; Python {sys.version.split()[0]}")
     return int(any("not as expected" in line or "failed" in line for line in lines))
