@@ -210,15 +210,8 @@ def _open(
 
     The model has no values if its weights can be read from the files one by one.
     """
-    masks, record, files = dict[str, Tensor](), None, f"There is no {DESCRIPTION} to compare the files with."
-    if (folder / DESCRIPTION).is_file():
-        description, masks, _, problems = masks_of(folder, hashes=hashes)
-        if problems:
-            raise ValueError(f"{str(folder)!r} is damaged: {first_few(problems)}")
-        record, files = description.report, "The SHA-256 of the files was not looked at."
-        if hashes:
-            files = "The files are those that were saved, by their SHA-256."
-    elif folder.suffix == ".partial" and (folder / STARTED).is_file():
+    described = (folder / DESCRIPTION).is_file()
+    if not described and folder.suffix == ".partial" and (folder / STARTED).is_file():
         raise ValueError(f"{str(folder)!r} is what a stopped run has done so far: start it again, and verify that")
     if not folder.is_dir():
         raise ValueError(f"{str(folder)!r} is not a folder")
@@ -229,6 +222,14 @@ def _open(
         raise ValueError(
             f"{str(folder)!r} is {codes_in(model)}: load it dequantized with transformers, verify the model"
         )
+    masks, record, files = dict[str, Tensor](), None, f"There is no {DESCRIPTION} to compare the files with."
+    if described:
+        description, masks, _, problems = masks_of(folder, hashes=hashes)
+        if problems:
+            raise ValueError(f"{str(folder)!r} is damaged: {first_few(problems)}")
+        record, files = description.report, "The SHA-256 of the files was not looked at."
+        if hashes:
+            files = "The files are those that were saved, by their SHA-256."
     names, from_file = weight_reader(folder)
     if said := rewritten(names, model.state_dict()):
         raise ValueError(f"{str(folder)!r}: {said}, and verify that")
