@@ -1,11 +1,11 @@
 """The processes of one run: the only file that imports torch.distributed.
 
 `Processes` make one model sparse together. Each exchange begins with headers: every process sends what it is about to
-do, or its error. So a process that failed or died is noticed at the next header, and no process waits forever.
+do. One that fails sends why, in the place of its next header, and closes its connections; so no process waits forever,
+and each can say which one failed, also where no torchrun stops it.
 """
 
 import os
-import platform
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -25,7 +25,7 @@ else:  # a build of torch without distributed support: one process, no sharded w
     FSDPModule = DTensor = ()  # isinstance(x, ()) is False
 
 TIMEOUT = timedelta(hours=1)  # how long a process waits for the others, which may be solving a large layer
-BARRIER = "the end of the run"
+STOPPED = "stopped: "  # how the header of a process that fails begins
 
 
 def is_sharded(weight: Tensor) -> bool:
@@ -97,11 +97,9 @@ class Processes:
     run in the others too. `of` makes one.
     """
 
-    def __init__(self, rank: int = 0, size: int = 1, headers: Any = None, values: Any = None) -> None:
+    def __init__(self, rank: int = 0, size: int = 1, group: Any = None) -> None:
         self.rank, self.size = rank, size
-        self._headers, self._values = headers, values  # groups of their own: what fails here leaves the user's alone
-        self._finished = size == 1
-        self._hosts = [""] * size
+        self._group = group  # of the run: what fails here leaves the user's alone; None when it is over
 
     @classmethod
     def of(cls, asked: bool | None) -> "Processes":
@@ -109,9 +107,8 @@ class Processes:
         size = count_processes(asked)
         if size == 1 or dist is None:
             return cls()
-        text = None
         try:  # this waits for all processes
-            return cls(dist.get_rank(), size, *(dist.new_group(backend="gloo", timeout=TIMEOUT) for _ in range(2)))
+            return cls(dist.get_rank(), size, dist.new_group(backend="gloo", timeout=TIMEOUT))
         except RuntimeError as error:
             text = str(error)
         raise RankError(
@@ -123,8 +120,10 @@ class Processes:
         return self
 
     def __exit__(self, _: Any, error: BaseException | None, __: Any) -> None:
-        if error is not None:
-            self._abort(error)
+        # on Ctrl-C the others notice that the connection is gone
+        if self._group is not None and isinstance(error, Exception):
+            with suppress(RankError):  # the others are gone too: show this error
+                self._gather(f"{STOPPED}{type(error).__name__}: {error}", None)
         self._close()
 
     def all_gather(self, what: str, value: Any = None) -> list[Any]:
@@ -134,16 +133,14 @@ class Processes:
         """
         if self.size == 1:
             return [value]
-        headers = self._gather_headers(what, (what, None, value))
-        errors = [f"{self._name(rank)} stopped: {error}" for rank, (_, error, _) in enumerate(headers) if error]
-        problem = "; ".join(errors)
-        if not problem and len({name for name, _, _ in headers}) > 1:
-            doing = "; ".join(f"{self._name(rank)}: {name}" for rank, (name, _, _) in enumerate(headers))
-            problem = f"the processes of this run do not do the same ({doing}): make the same call in all of them"
-        if problem:
-            self._finished = True
-            raise RankError(problem)
-        return [value for _, _, value in headers]
+        headers = self._gather(what, value)
+        if any(name != what for name, _ in headers):
+            self._close()
+            stopped = [f"rank {rank} {name}" for rank, (name, _) in enumerate(headers) if name.startswith(STOPPED)]
+            doing = "; ".join(f"rank {rank}: {name}" for rank, (name, _) in enumerate(headers))
+            other = f"the processes of this run do not do the same ({doing}): make the same call in all of them"
+            raise RankError("; ".join(stopped) or other)
+        return [value for _, value in headers]
 
     def gather_numbered(self, what: str, own: Mapping[int, Any]) -> dict[int, Any]:
         """The values of all processes, each with a number that no other has."""
@@ -162,8 +159,8 @@ class Processes:
             for rank, value in enumerate(values):
                 if value != values[0]:
                     raise ValueError(
-                        f"{name} is not the same in all processes: {self._name(0)} has {values[0]}, "
-                        f"{self._name(rank)} has {value}; {advice}"
+                        f"{name} is not the same in all processes: rank 0 has {values[0]}, "
+                        f"rank {rank} has {value}; {advice}"
                     )
 
     def all_reduce(self, what: str, tensors: Sequence[Tensor]) -> None:
@@ -202,56 +199,39 @@ class Processes:
 
     def barrier(self) -> None:
         """Wait until all are at the end of the run, so that none reports success while another fails."""
-        self.all_gather(BARRIER)
-        self._finished = True
-
-    def _abort(self, error: BaseException) -> None:
-        """Send the error where the others expect the next header; not a RankError, which all of them have."""
-        if self._finished:
-            return
-        self._finished = True
-        if isinstance(error, Exception):  # on Ctrl-C the others notice that the connection is gone
-            with suppress(RankError):  # the others are gone too: show this error
-                self._gather_headers("failing", ("failing", f"{type(error).__name__}: {error}", None))
+        self.all_gather("the end of the run")
+        self._close()
 
     def _close(self) -> None:
         """Close the connections. A process that still waits on them gets an error."""
-        groups, self._headers, self._values = (self._headers, self._values), None, None
-        for group in groups:
-            if dist is not None and group is not None and dist.is_initialized():
-                dist.destroy_process_group(group)
+        group, self._group = self._group, None
+        if dist is not None and group is not None and dist.is_initialized():
+            dist.destroy_process_group(group)
 
-    def _gather_headers(self, what: str, header: tuple) -> list[Any]:
+    def _gather(self, what: str, value: Any) -> list[tuple[str, Any]]:
         assert dist is not None
+        assert self._group is not None
         headers: list[Any] = [None] * self.size
         with self._sending(what):
-            dist.all_gather_object(headers, (platform.node(), header), group=self._headers)
-        self._hosts = [host for host, _ in headers]
-        return [header for _, header in headers]
-
-    def _name(self, rank: int) -> str:
-        """A process, with its machine where there are several."""
-        return f"rank {rank} on {self._hosts[rank]}" if len(set(self._hosts)) > 1 else f"rank {rank}"
+            dist.all_gather_object(headers, (what, value), group=self._group)
+        return headers
 
     @contextmanager
     def _sending(self, what: str) -> Iterator[None]:
         """An error in here ends the run: the connection is useless after it."""
-        text = None
         try:
             yield
+            return
         except BaseException as error:
-            self._finished = True
             if isinstance(error, torch.OutOfMemoryError) or not isinstance(error, RuntimeError):
+                self._close()
                 raise
-            text = " ".join(str(error).split())
-        if text is not None:  # raised out here, where no traceback holds the groups
-            self._close()
-            late = "Timed out" in text
-            how = f"did not come within {TIMEOUT.total_seconds():g} seconds" if late else "died or left"
-            raise RankError(
-                f"another process of this run {how}, as rank {self.rank} noticed at {what!r}; "
-                f"look at what the others printed, and start all again ({text[:200]})"
-            )
+            text = " ".join(str(error).split())[:200]
+        self._close()  # out here, where no traceback holds the group
+        raise RankError(
+            f"another process of this run died, left or did not come in time, as rank {self.rank} noticed at {what!r}; "
+            f"look at what the others printed, and start all again ({text})"
+        )
 
     def _send(
         self,
@@ -270,7 +250,7 @@ class Processes:
                     continue
                 direct = len(set(of_ranks)) == 1 and _serves(tensor.device)
                 values = tensor.detach().to(tensor.device if direct else "cpu").contiguous()
-                send(values.view(-1).view(torch.uint8) if as_bytes else values, group=None if direct else self._values)
+                send(values.view(-1).view(torch.uint8) if as_bytes else values, group=None if direct else self._group)
                 if values.data_ptr() != tensor.data_ptr():
                     tensor.copy_(values)
 

@@ -170,6 +170,6 @@ def test_a_process_that_was_stopped_does_no_harm_to_a_new_attempt(world, tmp_pat
     os.kill(second, signal.SIGCONT)
     code, found = world.runs.wait(second)
     assert code == 1
-    assert found["error"].startswith("RankError: another process of this run died or left")
+    assert found["error"].startswith("RankError: another process of this run died, left or")
     assert [path.name for path in target.parent.iterdir()] == ["sparse"]
     assert_same_folders(target, world.expected)

@@ -192,13 +192,13 @@ def count_exchanges() -> None:
     """Each exchange with the other processes of a run is an operation, too, from here to the end of this process."""
     from modelopt_sparse.distributed import Processes
 
-    gather = Processes._gather_headers
+    gather = Processes._gather
 
     def counted(self: Any, what: str, header: tuple) -> list[Any]:
         sys.audit(EXCHANGE, what)
         return gather(self, what, header)
 
-    Processes._gather_headers = counted
+    Processes._gather = counted
 
 
 # faults ---------------------------------------------------------------------------------------------------------------
@@ -285,7 +285,7 @@ def _stream_as_rank(
     from modelopt_sparse.distributed import Processes, launched_group
 
     count_exchanges()
-    gather, pages = Processes._gather_headers, []
+    gather, pages = Processes._gather, []
 
     def looked(self: Any, what: str, header: tuple) -> list[Any]:
         if what == pages_at:
@@ -294,7 +294,7 @@ def _stream_as_rank(
             gather(self, what, header)
         return gather(self, what, header)
 
-    Processes._gather_headers = looked
+    Processes._gather = looked
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     with launched_group():
         code, found = _stream(deterministic=True, **given)
