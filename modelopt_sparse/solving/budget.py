@@ -1,5 +1,5 @@
-"""Where zeros go: shared out over the layers by OWL, or the plan that loses least within a budget, chosen by the losses
-of layers, and checked once against a plain one.
+"""Where zeros go: the plan that loses least within a budget, chosen by the losses of layers, and checked once against a
+plain one.
 
 A small change d of a layer's output moves the predictions by d^T E[g g^T] d / 2 nats, with g the gradient of -log p(y)
 by the output, labels y drawn from the predictions; squared errors likewise (accuracy/fisher.py). Outputs taken as
@@ -28,7 +28,7 @@ from torch import Tensor
 
 from modelopt_sparse.accuracy.fisher import WEIGHED, Gradients, gradients_of, users_first, wants_metrics, with_metrics
 from modelopt_sparse.accuracy.tuning import BatchNumbers, called_with
-from modelopt_sparse.calibration.blocks import BlockTask, blocks_in_call_order
+from modelopt_sparse.calibration.blocks import blocks_in_call_order
 from modelopt_sparse.calibration.dense import run_dense
 from modelopt_sparse.calibration.forward import CalibrationData
 from modelopt_sparse.calibration.inputs import collect
@@ -36,7 +36,6 @@ from modelopt_sparse.calibration.run import Run
 from modelopt_sparse.calibration.sums import BY_SIZE, FEWER, DeferredStats, SharedInput, part_of
 from modelopt_sparse.distributed import Processes
 from modelopt_sparse.methods import METHODS
-from modelopt_sparse.methods import scores as wanda
 from modelopt_sparse.methods.base import Stats
 from modelopt_sparse.methods.patterns import NM, Pattern, Unstructured
 from modelopt_sparse.model.devices import offloaded
@@ -50,132 +49,12 @@ from modelopt_sparse.reports.values import Skipped
 from modelopt_sparse.solving.solve import solve_layers
 from modelopt_sparse.values import grouped
 
-# zeros of unstructured layers, shared out -----------------------------------------------------------------------------
-# Allocations only move sparsity between layers: the model has as many zeros as was asked for, or a few more.
-
-
-HIGHEST = 0.99  # no layer is pruned whole
-GRID = 10_000  # sparsities have four decimals
-
-
-def dense_inputs(
-    data: CalibrationData, layer_plans: Sequence[LayerPlan]
-) -> Iterator[tuple[BlockTask, list[SharedInput], Run]]:
-    """Block by block, the statistics of these layers' inputs in the dense model, which stays as it is; and the run that
-    they are collected in, whose weights of the block can be read."""
-    tuned = {"reconstruct": None, "distill": None, "permute": False, "polish": 0}
-    config = replace(data.run.config, **tuned, sequential="none", progress=False)
-    # the run itself notes what there is to say of inputs; with these notes nothing is warned of twice
-    report, plan = Report(notes=[FEWER, BY_SIZE]), replace(data.run.plan, layers=tuple(layer_plans))
-    run = replace(data.run, plan=plan, config=config, report=report)
-    for block in blocks_in_call_order(run, replace(data, run=run)):
-        inputs = block.inputs()
-        with inputs.on_device():
-            if not block.layer_plans:
-                inputs.advance()
-                continue
-            shared_inputs = collect(block.layer_plans, inputs, run, one_pass=block.one_pass)
-            if block.block is not None:
-                run.storage.load(block.block)
-            yield block, shared_inputs, run
-
-
-def allocated(data: CalibrationData) -> CalibrationData:
-    """Data whose run has a plan in which every unstructured layer has its own sparsity, by OWL. The model stays as it
-    is."""
-    run = data.run
-    zeros = sum(each.pattern.zeros_in(each.shape) for each in _unstructured(run.plan))
-    plan = allocate(run.plan, owl_sparsities(data), zeros)
-    run.processes.check_same({"the allocation": str(plan)}, "report this")
-    run.report.notes.append(f"zeros shared out over the layers by {run.config.allocation}")
-    return replace(data, run=replace(run, plan=plan))
-
-
-def owl_sparsities(data: CalibrationData, m: float = 5.0, lambda_: float = 0.08) -> dict[str, float]:
-    """OWL (Yin et al. 2024, arXiv 2310.05175): blocks with more outliers stay denser.
-
-    The outlier share of a block is the fraction of the scores |w| * ||x|| of all its layers that exceed ``m`` times
-    their common mean, as in the authors' code. Shares are scaled to [0, 2 lambda_] and taken off the sparsity, alike
-    for all layers of a block. A layer outside of the blocks counts as one.
-    """
-    share: dict[str, float] = {}
-    own = {each.name: each.pattern.sparsity for each in _unstructured(data.run.plan)}
-    wanted = [replace(each, needs="square_sums", steps=()) for each in _unstructured(data.run.plan)]
-    for block, shared_inputs, _ in dense_inputs(data, wanted):
-        scores = [score(each, shared.stats) for shared in shared_inputs for each in shared.layer_plans]
-        size = sum(each.numel() for each in scores)
-        mean = sum(float(each.double().sum()) for each in scores) / size
-        outliers = sum(int((each > m * mean).sum()) for each in scores) / size
-        share.update({each.name: outliers for each in block.layer_plans})
-    least = min(share.values())
-    spread = max(share.values()) - least
-    return {name: own[name] - (2 * lambda_ * (share[name] - least) / spread if spread else 0.0) for name in own}
-
-
-def score(layer_plan: LayerPlan, stats: object) -> Tensor:
-    """Wanda's score of a layer's weight as a matrix; 0 where its inputs say nothing."""
-    weight = layer_plan.layer.matrix(layer_plan.layer.values)
-    if not isinstance(stats, Stats):
-        return weight.abs() * 0
-    return wanda.score(weight, stats.with_dead_channels().square_sums)
-
-
-def allocate(plan: Plan, sparsities: Mapping[str, float], zeros: int) -> Plan:
-    """The plan with these sparsities in its unstructured layers, all shifted alike to have so many zeros.
-
-    Each is rounded, to four decimals or less, so that together they prune no fewer weights, and more by less than the
-    finest step of a layer (one weight of each row or matrix, or 0.0001 of it). None is above HIGHEST, or below the
-    zeros of a mask that stays. N:M layers stay as they are and do not count.
-    """
-    layers = _unstructured(plan)
-    by_row = [isinstance(each.pattern, Unstructured) and each.pattern.scope == "row" for each in layers]
-    sizes = [min(math.prod(each.shape[-1 if row else -2 :]), GRID) for each, row in zip(layers, by_row)]
-    present = [each.pattern_now.within for each in layers]
-    least = [0.0 if mask is None else 1 - int(mask.sum()) / mask.numel() for mask in present]
-    first = [math.ceil(share * size) for share, size in zip(least, sizes)]
-
-    def pattern(i: int, step: int) -> Unstructured:
-        return replace(layers[i].pattern, sparsity=round(step / sizes[i], 4))  # type: ignore[return-value]
-
-    def zeros_in(i: int, step: int) -> int:
-        return pattern(i, step).zeros_in(layers[i].shape)
-
-    def shifted(shift: float) -> list[int]:
-        wanted = (round((sparsities[each.name] + shift) * size) for each, size in zip(layers, sizes))
-        return [min(max(step, low), int(HIGHEST * size)) for step, low, size in zip(wanted, first, sizes)]
-
-    low, high = -1.0, 1.0
-    for _ in range(64):
-        middle = (low + high) / 2
-        enough = sum(map(zeros_in, range(len(layers)), shifted(middle))) >= zeros
-        low, high = (low, middle) if enough else (middle, high)
-    steps = shifted(high)
-    surplus = sum(map(zeros_in, range(len(layers)), steps)) - zeros
-    if surplus < 0:
-        raise ValueError(f"no layer is pruned by more than {HIGHEST:.0%}, which leaves more than is asked for")
-    lowered = True
-    while lowered:
-        lowered = False
-        excess = [step / size - sparsities[each.name] for each, step, size in zip(layers, steps, sizes)]
-        for i in sorted(range(len(layers)), key=lambda i: -excess[i]):
-            less = zeros_in(i, steps[i]) - zeros_in(i, steps[i] - 1) if steps[i] > first[i] else surplus + 1
-            if less <= surplus:
-                steps[i], surplus, lowered = steps[i] - 1, surplus - less, True
-    patterns = {each.name: pattern(i, steps[i]) for i, each in enumerate(layers)}
-    return replace(
-        plan, layers=tuple(replace(each, pattern=patterns.get(each.name, each.pattern)) for each in plan.layers)
-    )
-
-
-def _unstructured(plan: Plan) -> list[LayerPlan]:
-    return [layer_plan for layer_plan in plan.layers if isinstance(layer_plan.pattern, Unstructured)]
-
-
 # solutions that are only tried ----------------------------------------------------------------------------------------
 
 
 SOLVER = METHODS["sparsegpt"]
 SOLVED = 3  # levels of a layer
+GRID = 10_000  # levels have four decimals
 BYTES = 2  # of a weight: runtimes pack those in 16 bits, to which others are converted before
 Chosen = Mapping[str, Pattern | None]  # layer -> its pattern; None: dense
 Losses = dict[str, dict[Pattern | None, float]]  # layer -> choice -> divergence, such as nats per token
@@ -185,15 +64,29 @@ def solutions(
     data: CalibrationData, wanted: Mapping[str, Sequence[Pattern]]
 ) -> Iterator[tuple[LayerPlan, Stats | DeferredStats | None, Tensor]]:
     """SparseGPT's solution of each layer for each of the patterns that are ``wanted`` of it, on the first rows of the
-    user's data in the dense model: (plan of the pattern, whose name ends with it, statistics, weight as a matrix)."""
+    user's data in the dense model, which stays as it is: (plan of the pattern, whose name ends with it, statistics,
+    weight as a matrix)."""
+    data = data.only(users_first(data, WEIGHED))
     more: dict[str, Any] = {"method": SOLVER, "options": SOLVER.options, "needs": "gram", "steps": ()}
-    layers = [replace(each, **more) for each in data.run.plan.layers]
-    for _, shared_inputs, run in dense_inputs(data.only(users_first(data, WEIGHED)), layers):
-        for shared in shared_inputs:
-            pairs = [(each, pattern) for each in shared.layer_plans for pattern in wanted[each.name]]
-            tried = [replace(each, name=f"{each.name} at {pattern}", pattern=pattern) for each, pattern in pairs]
-            for solved in solve_layers([SharedInput(tried, shared.stats)], run):
-                yield solved.layer_plan, shared.stats, solved.solution.weight
+    plan = replace(data.run.plan, layers=tuple(replace(each, **more) for each in data.run.plan.layers))
+    untuned = {"reconstruct": None, "distill": None, "permute": False, "polish": 0}
+    config = replace(data.run.config, **untuned, sequential="none", progress=False)
+    # the run itself notes what there is to say of inputs; with these notes nothing is warned of twice
+    run = replace(data.run, plan=plan, config=config, report=Report(notes=[FEWER, BY_SIZE]))
+    for block in blocks_in_call_order(run, replace(data, run=run)):
+        inputs = block.inputs()
+        with inputs.on_device():
+            if not block.layer_plans:
+                inputs.advance()
+                continue
+            shared_inputs = collect(block.layer_plans, inputs, run, one_pass=block.one_pass)
+            if block.block is not None:
+                run.storage.load(block.block)
+            for shared in shared_inputs:
+                pairs = [(each, pattern) for each in shared.layer_plans for pattern in wanted[each.name]]
+                tried = [replace(each, name=f"{each.name} at {pattern}", pattern=pattern) for each, pattern in pairs]
+                for solved in solve_layers([SharedInput(tried, shared.stats)], run):
+                    yield solved.layer_plan, shared.stats, solved.solution.weight
 
 
 # losses ---------------------------------------------------------------------------------------------------------------
@@ -416,15 +309,11 @@ class Table:
     def filled(self, chosen: Chosen, ceilings: Mapping[str, int]) -> Chosen:
         """The choice for zeros alone, with what its levels leave above them taken back from all levels alike that
         rules leave open."""
-        plan = planned(self.plan, chosen)
-        free = [each for each in plan.layers if each.name in self.open and isinstance(each.pattern, Unstructured)]
-        if [*ceilings] != ["zeros"] or not free:
+        if [*ceilings] != ["zeros"]:
             return chosen
-        levels = {each.name: each.pattern.sparsity for each in free}
-        zeros = self.dense("zeros") - ceilings["zeros"]
-        fixed = sum(each.pattern.zeros_in(each.shape) for each in plan.layers if each.name not in levels)
-        shared = allocate(replace(plan, layers=tuple(free)), levels, max(zeros - fixed, 0))
-        return {**chosen, **{each.name: each.pattern for each in shared.layers}}
+        free = [each for each in self.plan.layers if each.name in self.open]
+        levels = [(each, level) for each in free if isinstance(level := chosen[each.name], Unstructured)]
+        return {**chosen, **lowered(levels, ceilings["zeros"] - self.cost("zeros", chosen))}
 
     def within(self, loss: float) -> dict[str, int]:
         """The most zeros at which the sum of losses is no more than ``loss``."""
@@ -443,6 +332,38 @@ def _zeros(layer_plan: LayerPlan, choice: Pattern | None) -> int:
 
 def _is_level(choice: Pattern | None) -> bool:
     return isinstance(choice, Unstructured)
+
+
+def lowered(levels: Sequence[tuple[LayerPlan, Unstructured]], surplus: int) -> dict[str, Unstructured]:
+    """Layer -> its level, all lowered alike until they have so many zeros less, or as many but for less than the finest
+    step of a layer: one weight of each row or matrix, or 0.0001 of it."""
+    sizes = [min(math.prod(each.shape[-1 if level.scope == "row" else -2 :]), GRID) for each, level in levels]
+
+    def at(i: int, step: int) -> Unstructured:
+        level = levels[i][1]
+        return level if step == sizes[i] else replace(level, sparsity=round(step / sizes[i], 4))
+
+    def zeros_in(i: int, step: int) -> int:
+        return at(i, step).zeros_in(levels[i][0].shape)
+
+    def shifted(shift: int) -> list[int]:
+        exact = [(level.sparsity * size, (shift / 2**52 - 1) * size) for (_, level), size in zip(levels, sizes)]
+        return [min(max(round(now + more), 0), math.ceil(now)) for now, more in exact]
+
+    def zeros_of(steps: Sequence[int]) -> int:
+        return sum(map(zeros_in, range(len(levels)), steps))
+
+    zeros = sum(level.zeros_in(each.shape) for each, level in levels) - surplus
+    steps = shifted(bisect_left(range(2**53), True, key=lambda shift: zeros_of(shifted(shift)) >= zeros))
+    surplus, again = zeros_of(steps) - zeros, True
+    while again:
+        again = False
+        excess = [step / size - level.sparsity for (_, level), step, size in zip(levels, steps, sizes)]
+        for i in sorted(range(len(levels)), key=lambda i: -excess[i]):
+            less = zeros_in(i, steps[i]) - zeros_in(i, steps[i] - 1) if steps[i] else surplus + 1
+            if less <= surplus:
+                steps[i], surplus, again = steps[i] - 1, surplus - less, True
+    return {each.name: at(i, steps[i]) for i, (each, _) in enumerate(levels)}
 
 
 def planned(plan: Plan, chosen: Chosen) -> Plan:
@@ -560,7 +481,7 @@ def tabled(data: CalibrationData) -> tuple[CalibrationData, Table]:
         blocks = run.plan.blocks if wants_metrics(run.config) else []
         gradients = gradients_of(data, blocks, [each.layer for each in run.plan.layers])
         if gradients is None:
-            raise NoLosses("no gradient of the output reaches the layers: give allocation='owl', or rules")
+            raise NoLosses("no gradient of the output reaches the layers: give output= that depends on them, or rules")
         data, losses = with_metrics(data, gradients), losses_of(data, gradients)
         if file is not None and run.processes.rank == 0:
             shapes = {each.name: list(each.shape) for each in run.plan.layers}

@@ -144,7 +144,6 @@ VALUES = {
     "polish": "5",
     "reconstruct": "{epochs: 2, target: sparse}",
     "distill": "true",
-    "allocation": "uniform",
     "budget": "35% zeros",
     "choices": "null",
     "runtime": "null",

@@ -53,7 +53,6 @@ def test_what_is_wrong_is_said(budget, error):
 
 
 TOGETHER = [
-    ({"budget": "35% zeros", "allocation": "owl", "pattern": 0.5}, "both say where zeros go"),
     ({"budget": "60% bytes"}, "a plain folder stores zeros: give runtime='cusparselt'"),
     ({"budget": "1 ms"}, "needs timings=: time layers"),
     ({"budget": "70% macs"}, "unit 'macs' is not known"),
@@ -114,7 +113,6 @@ AUTO = {
     "as many zeros as layers may have": ({"pattern": 0.8}, "None"),
     "no zeros": ({"pattern": 0.0}, "None"),
     "levels of rules": ({"pattern": 0.55, "rules": {"*.down_proj": {"pattern": 0.2}}}, "None"),
-    "owl": ({"pattern": 0.55, "allocation": "owl"}, "None"),
     "switched off": ({"pattern": 0.55, "budget": None}, "None"),
     "another": ({"pattern": 0.55, "budget": "60% flops"}, "60% flops"),
     "fast": ({"pattern": 0.55, "quality": "fast"}, "None"),

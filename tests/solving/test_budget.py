@@ -1,6 +1,8 @@
 """Budgets: losses against gradients taken one by one, and what a run makes of them."""
 
 import json
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -86,6 +88,48 @@ def test_zeros_are_met_to_a_weight(method):
     dense = [weight for weight in report.skipped if weight.reason == "dense, by the budget"]
     assert [weight.name for weight in dense] == [name for name, choice in said["layers"].items() if choice == "dense"]
     mts.verify(model)
+
+
+# levels lowered alike
+
+
+def levels_of(pattern: Any, **sizes: int) -> list[tuple[Any, Any]]:
+    """Layers of a small Llama, each with the next level."""
+    plan = mts.make_plan(tiny_llama(**sizes), "magnitude", pattern=pattern)
+    return [(each, replace(each.pattern, sparsity=round(0.4 + 0.03 * i, 2))) for i, each in enumerate(plan.layers)]
+
+
+def zeros_in(levels: list[tuple[Any, Any]]) -> int:
+    """What the patterns' masks really have."""
+    return sum(int((~level.mask(torch.randn(each.shape))).sum()) for each, level in levels)
+
+
+@pytest.mark.parametrize("scope", ["row", "matrix"])
+@pytest.mark.parametrize("surplus", [0, 1, 777, 5000])
+def test_levels_are_lowered_alike_until_the_zeros_are_met(scope, surplus):
+    levels = levels_of(f"50% per {scope}", intermediate_size=60)
+    found = solving.lowered(levels, surplus)
+    after = [(each, found[each.name]) for each, _ in levels]
+    finest = min(each.shape[0] if scope == "row" else 1 for each, _ in levels)
+    assert 0 <= zeros_in(after) - (zeros_in(levels) - surplus) < finest
+    lower = [before.sparsity - found[each.name].sparsity for each, before in levels]
+    assert max(lower) - min(lower) < (2 / 32 if scope == "row" else 2 / 32**2)
+    assert all(level.scope == scope and round(level.sparsity, 4) == level.sparsity for _, level in after)
+
+
+def test_a_level_goes_no_lower_than_zero():
+    (first, level), *others = levels_of("50% per matrix")
+    levels = [(first, replace(level, sparsity=0.001)), *others]
+    found = solving.lowered(levels, 2000)
+    assert found[first.name].sparsity == 0
+    assert zeros_in([(each, found[each.name]) for each, _ in levels]) == zeros_in(levels) - 2000
+    assert {level.sparsity for level in solving.lowered(levels, 10**9).values()} == {0.0}
+
+
+def test_a_matrix_of_many_weights_steps_by_a_ten_thousandth():
+    plan = mts.make_plan(nn.Sequential(nn.Sequential(nn.Linear(300, 200))), "magnitude", pattern=0.5, include=["*"])
+    ((name, level),) = solving.lowered([(each, each.pattern) for each in plan.layers], 4001).items()
+    assert (name, level.sparsity) == ("0.0", 0.4334)
 
 
 def timings(model: nn.Module) -> dict:
