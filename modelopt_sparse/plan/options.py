@@ -27,7 +27,6 @@ from modelopt_sparse.plan.budget import (
     Budget,
     parse_budget,
     parse_choices,
-    parse_timings,
     zeros_of,
 )
 from modelopt_sparse.reports.text import nearest, refuse_unknown
@@ -383,16 +382,13 @@ class SparsifyConfig:
         dense model did; True, the number of epochs, or a mapping of `Distill`'s options. "auto", which
         ``quality`` sets: True, or None where the model cannot be distilled; the report says why.
       budget: what the layers that may be pruned may have in all, and which of ``choices`` each becomes is chosen to
-        lose least: "35% zeros" at least, or at most so many of "bytes", "flops", "ms" or "kl", as a share with % or an
-        amount, "4.2e9 bytes"; a mapping for two, ``{"bytes": "60%", "ms": 12}``. "auto", which ``quality`` sets: the
-        zeros of an unstructured ``pattern``, or that pattern in every layer where losses cannot be measured; the report
-        says why.
+        lose least: "35% zeros" at least, or at most so many of "bytes" or "flops", as a share with % or an amount,
+        "4.2e9 bytes". "auto", which ``quality`` sets: the zeros of an unstructured ``pattern``, or that pattern in
+        every layer where losses cannot be measured; the report says why.
       choices: what a layer may become under a budget: "dense", and what ``pattern`` takes. None: ("dense", pattern) if
         ``pattern`` is an N:M one, else "dense", 20 %, 25 %, and so on to 80 %. A rule may have ``choices`` of its own;
         one with nothing but a ``pattern`` fixes that.
       runtime: the library whose packed 2:4 weights a budget of bytes counts, "cusparselt" or "cutlass".
-      timings: what a budget of ms counts, summed up over layers and token counts: a SpeedReport, or the path of what
-        ``modelopt-sparse speed --json`` printed.
       losses: path of a JSON file with the losses of all choices: written, or if it is there used for another budget.
       output: what counts of the model's output, for a budget, the Fisher metric and distill: a name, an index, or a
         function from the output to a tensor. None: its ``logits``, else the tensor that it is, or the only tensor of
@@ -448,7 +444,6 @@ class SparsifyConfig:
     budget: Budget | None = None
     choices: tuple[Pattern | None, ...] | None = None
     runtime: Literal["cusparselt", "cutlass", None] = None
-    timings: Mapping[str, tuple[float, float]] | None = None
     losses: Path | None = None
     output: Which | None = None
     divergence: Divergence | None = None
@@ -637,7 +632,6 @@ _PARSERS: dict[str, Callable[[Any], Any]] = {
     "distill": lambda value: _parse_tuning("distill", Distill, value),
     "budget": lambda value: value if value == AUTO else parse_budget(value),
     "choices": lambda value: None if value is None else parse_choices(value),
-    "timings": parse_timings,
     "losses": lambda value: None if value is None else Path(value),
     "output": lambda value: int(value) if isinstance(value, str) and value.isdecimal() else value,  # --output 0
     "memory_limit": _bytes,
@@ -704,18 +698,13 @@ def _problems(config: SparsifyConfig) -> Iterator[str]:
         yield "distill tunes sparse modules, and enforce=False leaves none: leave one out; export(model) comes after"
     if masks and reconstruct is not None and reconstruct.masks == "move":
         yield "masks= says which weights stay, and reconstruct's masks='move' would choose others"
-    units = [limit.unit for limit in config.budget or ()]
-    extra = [name for name in ("choices", "runtime", "timings", "losses") if getattr(config, name)]
-    if not units and extra:
+    extra = [name for name in ("choices", "runtime", "losses") if getattr(config, name)]
+    if config.budget is None and extra:
         yield f"{' and '.join(extra)} go with budget=: give one, such as budget='35% zeros'"
     if config.budget is not None and loop and not config.budget.optional:
         yield "budget calls the model itself: give data= or data_loader= instead of forward_loop"
-    if "bytes" in units and config.runtime is None:
+    if config.budget is not None and config.budget.unit == "bytes" and config.runtime is None:
         yield "a budget of bytes counts a runtime's files, for a plain folder stores zeros: give runtime='cusparselt'"
-    if "ms" in units and config.timings is None:
-        yield "a budget of ms needs timings=: time layers (modelopt-sparse speed) on the device that will serve them"
-    if "kl" in units and len(units) > 1:
-        yield "a budget of kl goes alone: the most zeros within it are searched for"
     choosing = [name for name in ("budget", "permute") if getattr(config, name)]
     if masks and choosing:
         names = " and ".join(choosing)

@@ -303,8 +303,6 @@ def _check_planned(
             raise ValueError(f"{where} and the buffer {homes[home]!r} share memory: clone one of them, or exclude it")
         if config.budget is not None and not config.budget.optional and layer_plan.within_mask:
             raise ValueError(f"{where} carries a mask whose zeros stay, against a budget: give replace=True")
-        if config.timings is not None and layer_plan.name not in config.timings:
-            raise ValueError(f"timings: there are none of {where}: time this model, or exclude it")
         blind = isinstance(layer.adapter, RoutedAdapter) and not layer.adapter.sees_all_tokens
         if config.experts == "all_tokens" and (blind or layer.mixture is not None):
             raise ValueError(f"{where} is given nothing but the rows that are routed to it: use experts='pool'")
@@ -323,8 +321,9 @@ def _notes(model: nn.Module, planned: list[LayerPlan], config: SparsifyConfig) -
     if masked := sum(layer_plan.within_mask for layer_plan in planned):
         notes.append(f"{masked} of the layers carry masks, whose zeros stay and count (replace=True drops the masks)")
     if config.budget is not None:
-        of_16_bits = any(limit.unit == "bytes" for limit in config.budget)
-        if of_16_bits and any(layer_plan.layer.parameter.element_size() != 2 for layer_plan in planned):
+        if config.budget.unit == "bytes" and any(
+            layer_plan.layer.parameter.element_size() != 2 for layer_plan in planned
+        ):
             notes.append(f"bytes are those of weights in 16 bits, which {config.runtime} takes: convert the model")
         way_out = " where losses can be measured; budget=None keeps the pattern" if config.budget.optional else ""
         notes.append(f"a budget of {config.budget} decides what each layer becomes{way_out}")

@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cache, cached_property, partial
 from itertools import pairwise
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +39,7 @@ from modelopt_sparse.methods.base import Stats
 from modelopt_sparse.methods.patterns import NM, Pattern, Unstructured
 from modelopt_sparse.model.devices import offloaded
 from modelopt_sparse.model.output import OutputError, in_words
-from modelopt_sparse.plan.budget import DENSE, Budget, Limit, choose, parse_choice
+from modelopt_sparse.plan.budget import DENSE, Budget, choose, parse_choice
 from modelopt_sparse.plan.options import OF_OUTPUT, SparsifyConfig
 from modelopt_sparse.plan.plan import LayerPlan, Plan, takes_shape
 from modelopt_sparse.reports.report import Report
@@ -187,7 +186,7 @@ def divergences(data: CalibrationData, plans: Sequence[Chosen]) -> list[float]:
 class Table:
     """What the layers of a plan may become, what that loses, and what it costs.
 
-    config: says what bytes and milliseconds are counted by. rows: layer -> how many rows each of its matrices is
+    config: says what bytes are counted by. rows: layer -> how many rows each of its matrices is
     multiplied with in the dense model for a token, or for a sample of a net without tokens.
     """
 
@@ -213,7 +212,7 @@ class Table:
         return self.cost(unit, dict.fromkeys(self.losses))
 
     def cost(self, unit: str, chosen: Chosen) -> int:
-        """What all layers cost, in whole numbers: weights that stay, bytes, FLOPs of a token or sample, nanoseconds."""
+        """What all layers cost, in whole numbers: weights that stay, bytes, or FLOPs of a token or sample."""
         return sum(self._cost_of(unit, group, chosen) for group in self.groups)
 
     def _cost_of(self, unit: str, group: Sequence[LayerPlan], chosen: Chosen) -> int:
@@ -221,13 +220,10 @@ class Table:
         for each in group:
             choice = chosen[each.name]
             stay = each.size - _zeros(each, choice)
-            packed = isinstance(choice, NM) and (choice.n, choice.m) == (2, 4)
             if unit == "bytes":
+                packed = isinstance(choice, NM) and (choice.n, choice.m) == (2, 4)
                 packed = packed and takes_shape(each.shape)[str(self.config.runtime)]
                 total += stay * BYTES + stay // 4 if packed else each.size * BYTES  # two bits for each that stays
-            elif unit == "ms":
-                dense, sparse = (self.config.timings or {})[each.name]
-                total += round(1e9 * (min(dense, sparse) if packed else dense))
             else:
                 total += stay * (2 * self.rows.get(each.name, 0) if unit == "flops" else 1)
         return math.ceil(total)
@@ -236,9 +232,9 @@ class Table:
         """The sum of the losses of all layers, or of these; of a level that is no choice it is interpolated."""
         return sum(loss_at(self.losses[each.name], chosen[each.name]) for each in layers or self.plan.layers)
 
-    def ceilings(self, budget: Budget) -> dict[str, int]:
-        """Unit -> the most that it may cost."""
-        return {limit.unit: limit.ceiling(self.dense(limit.unit)) for limit in budget}
+    def ceiling(self, budget: Budget) -> int:
+        """The most that all layers may cost."""
+        return budget.ceiling(self.dense(budget.unit))
 
     def _of_choices(self, measure: Callable[[Sequence[LayerPlan], Chosen], float]) -> np.ndarray:
         """[N, K]: what is measured of each group with each of its choices."""
@@ -260,10 +256,9 @@ class Table:
         of_groups = zip(self.groups, self.choices, choice_N)
         return {each.name: choices[k] for group, choices, k in of_groups for each in group}
 
-    def best(self, ceilings: Mapping[str, int]) -> Chosen | None:
-        """The choice within the ceilings whose losses have the smallest sum; None if there is none."""
-        costs_BNK = np.stack([self.costs_NK(unit) for unit in ceilings])
-        choice_N = choose(self.losses_NK, costs_BNK, [*ceilings.values()])
+    def best(self, budget: Budget) -> Chosen | None:
+        """The choice within the budget whose losses have the smallest sum; None if there is none."""
+        choice_N = choose(self.losses_NK, self.costs_NK(budget.unit), self.ceiling(budget))
         return None if choice_N is None else self.named(choice_N)
 
     @cached_property
@@ -278,12 +273,12 @@ class Table:
         free = (each for each in self.plan.layers if each.choices == of_config(each))
         return {x.name: p for x in free if isinstance(p := next(filter(_is_level, x.choices), None), Unstructured)}
 
-    def plain(self, ceilings: Mapping[str, int]) -> dict[str, Chosen]:
+    def plain(self, budget: Budget) -> dict[str, Chosen]:
         """Title -> what one does without losses: one level in all layers that may have any, and in others the sparsest
         of their choices up to it; or, where none may, the cheapest choice from the first layer on, so that the last
         ones stay dense. Empty if that is not enough."""
-        cheapest = self.named(self.costs_NK(next(iter(ceilings))).argmin(1))
-        by_level = bool(self.open)
+        cheapest = self.named(self.costs_NK(budget.unit).argmin(1))
+        by_level, ceiling = bool(self.open), self.ceiling(budget)
 
         def up_to(choices: Sequence[Pattern | None], share: float) -> Pattern | None:
             by_share = sorted(choices, key=lambda choice: choice.sparsity if choice else 0.0)
@@ -297,7 +292,7 @@ class Table:
             return {name: None if name in some else choice for name, choice in cheapest.items()}
 
         def fits(step: int) -> bool:
-            return all(self.cost(unit, at(step)) <= ceiling for unit, ceiling in ceilings.items())
+            return self.cost(budget.unit, at(step)) <= ceiling
 
         steps = range(1, GRID) if by_level else range(len(self.groups) + 1)
         if (place := bisect_left(steps, True, key=fits)) == len(steps):
@@ -306,24 +301,14 @@ class Table:
         title = f"{100 * steps[place] / GRID:.3g}% in {where}" if by_level else "the last layers dense"
         return {title: at(steps[place])}
 
-    def filled(self, chosen: Chosen, ceilings: Mapping[str, int]) -> Chosen:
-        """The choice for zeros alone, with what its levels leave above them taken back from all levels alike that
-        rules leave open."""
-        if [*ceilings] != ["zeros"]:
+    def filled(self, chosen: Chosen, budget: Budget) -> Chosen:
+        """The choice, and of one for zeros, what its levels have above them taken back from all levels alike that rules
+        leave open."""
+        if budget.unit != "zeros":
             return chosen
         free = [each for each in self.plan.layers if each.name in self.open]
         levels = [(each, level) for each in free if isinstance(level := chosen[each.name], Unstructured)]
-        return {**chosen, **lowered(levels, ceilings["zeros"] - self.cost("zeros", chosen))}
-
-    def within(self, loss: float) -> dict[str, int]:
-        """The most zeros at which the sum of losses is no more than ``loss``."""
-        size = self.dense("zeros")
-
-        def fits(step: int) -> bool:
-            chosen = self.best({"zeros": size * step // GRID})
-            return chosen is not None and self.loss(chosen) <= loss
-
-        return {"zeros": size * bisect_left(range(GRID), True, key=fits) // GRID}
+        return {**chosen, **lowered(levels, self.ceiling(budget) - self.cost("zeros", chosen))}
 
 
 def _zeros(layer_plan: LayerPlan, choice: Pattern | None) -> int:
@@ -372,7 +357,7 @@ def planned(plan: Plan, chosen: Chosen) -> Plan:
     dense = (each for each in plan.layers if chosen[each.name] is None)
     skipped = (Skipped(each.name, each.type, each.shape, "dense, by the budget") for each in dense)
     if not layers:
-        raise ValueError("budget: every layer may stay dense, and nothing is pruned: ask for less (of kl, allow more)")
+        raise ValueError("budget: every layer may stay dense, and nothing is pruned: ask for less")
     return replace(plan, layers=layers, skipped=(*plan.skipped, *skipped))
 
 
@@ -409,54 +394,35 @@ class NoLosses(ValueError):
     """What layers lose cannot be measured."""
 
 
-TRIES = 4  # plans that are measured for a budget of kl
-CLOSE = 0.95  # of that budget is close enough
 BEND = 0.75  # real KL = x * (1 + BEND * x), with x the sum of losses times a factor that measured plans give
 
 
 def decided(data: CalibrationData) -> tuple[CalibrationData, dict[str, Any]]:
-    """What each layer becomes, and what the report says of that; and the data, which knows the metrics that come from
-    the same gradients. For a budget of kl the most zeros whose measured KL is within it."""
-    budget, fitting = data.run.config.budget, []
+    """What the report says of the choice by losses, or, if that turns out worse on the batches held back, of the plain
+    plan; and the data, which knows the metrics that come from the same gradients."""
+    budget = data.run.config.budget
     assert budget is not None
     data, table = tabled(data)
-    goal, tries = (float(budget[0].amount), TRIES) if budget[0].unit == "kl" else (math.inf, 1)
-    wanted = aim = _unbent(goal * (1 + CLOSE) / 2)
-    for _ in range(tries):
-        said = _tried(data, table, table.within(wanted) if tries > 1 else table.ceilings(budget))
-        kl = said["tried"][said["taken"]][1]
-        fitting += [(kl, said)] if kl <= goal else []
-        if CLOSE * goal <= kl <= goal:
-            break
-        wanted *= aim / max(_unbent(kl), 1e-30)
-    if not fitting:
-        raise ValueError(f"budget='{budget}': the plans that were measured have more KL: give more, or finer choices")
-    _, said = max(fitting, key=itemgetter(0))
-    unit = budget[0].unit if budget[0].unit in SHARES else "zeros"
-    return data, {**said, "curve": _curve(table, unit, said["factor"])}
-
-
-def _tried(data: CalibrationData, table: Table, ceilings: Mapping[str, int]) -> dict[str, Any]:
-    """What the report says of the choice by losses, or, if that turns out worse on the batches held back, of the plain
-    plan."""
-    asked = str(data.run.config.budget)
-    if (chosen := table.best(ceilings)) is None:
-        least = [f"{table.costs_NK(unit).min(1).sum() / table.dense(unit):.1%} of {unit}" for unit in ceilings]
-        allowed = f"the choices leave at least {', '.join(least)} (each alone)".replace("of zeros", "of the weights")
-        raise ValueError(f"budget='{asked}': {allowed}: add sparser choices, or include layers")
-    plans = {"the choice by losses": chosen, **table.plain(ceilings)}
-    plans = {title: table.filled(plan, ceilings) for title, plan in plans.items()}
+    if (chosen := table.best(budget)) is None:
+        least = table.costs_NK(budget.unit).min(1).sum() / table.dense(budget.unit)
+        allowed = (
+            f"the choices leave at least {least:.1%} of {'the weights' if budget.unit == 'zeros' else budget.unit}"
+        )
+        raise ValueError(f"budget='{budget}': {allowed}: add sparser choices, or include layers")
+    plans = {"the choice by losses": chosen, **table.plain(budget)}
+    plans = {title: table.filled(plan, budget) for title, plan in plans.items()}
     sums, measured = [table.loss(plan) for plan in plans.values()], divergences(data, [*plans.values()])
     taken, chosen = [*plans.items()][measured.index(min(measured))]
-    return {
-        "asked": asked,
+    factor = sum(map(_unbent, measured)) / max(sum(sums), 1e-30)
+    return data, {
+        "asked": str(budget),
         "taken": taken,
         **{name: by for name, by in data.run.report.settings.items() if name == "divergence"},
         "tried": {title: [total, kl] for title, total, kl in zip(plans, sums, measured)},
-        "costs": {unit: [table.cost(unit, chosen), ceiling] for unit, ceiling in ceilings.items()},
-        "factor": sum(map(_unbent, measured)) / max(sum(sums), 1e-30),
+        "costs": {budget.unit: [table.cost(budget.unit, chosen), table.ceiling(budget)]},
         "layers": {name: str(choice or DENSE) for name, choice in chosen.items()},
         "zeros": {each.name: _zeros(each, chosen[each.name]) / each.size for each in table.plan.layers},
+        "curve": _curve(table, budget.unit, factor),
     }
 
 
@@ -554,7 +520,7 @@ class BudgetCurve(Printed):
 
 
 def curve_of(data: CalibrationData) -> BudgetCurve:
-    """The curve of the first unit of ``config.budget``, with the choice for that budget. The model stays as it is."""
+    """The curve of the unit of ``config.budget``, with the choice for that budget. The model stays as it is."""
     _, said = decided(data)
     return BudgetCurve(**said["curve"], budget=said, layers=said["layers"])
 
@@ -563,8 +529,8 @@ def _curve(table: Table, unit: str, factor: float) -> dict[str, Any]:
     """See `BudgetCurve`. ``factor``: of the sum of losses, by the plans that were measured."""
 
     def kl(share: int, *, plain: bool = False) -> float | None:
-        ceilings = table.ceilings(Budget([Limit(unit, Fraction(share, 100), of_dense=True)]))
-        chosen = next(iter(table.plain(ceilings).values()), None) if plain else table.best(ceilings)
+        budget = Budget(unit, Fraction(share, 100), of_dense=True)
+        chosen = next(iter(table.plain(budget).values()), None) if plain else table.best(budget)
         total = None if chosen is None else factor * table.loss(chosen)
         return total and total * (1 + BEND * total)
 

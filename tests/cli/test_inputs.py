@@ -147,7 +147,6 @@ VALUES = {
     "budget": "35% zeros",
     "choices": "null",
     "runtime": "null",
-    "timings": "null",
     "losses": "null",
     "quality": "best",
     "output": "null",
