@@ -44,7 +44,7 @@ from modelopt_sparse.reports.values import Shrunk
 from modelopt_sparse.values import is_whole
 
 CRITERIA = ("gram", "norm", "minitron")  # of channels, and of experts; the first is the default
-EXPERT_CRITERIA = ("reap", "reap_sum", "frequency", "gate", "activation", "output")
+EXPERT_CRITERIA = ("reap", "reap_sum", "frequency")
 BLOCKS_BY = ("kl", "influence")
 MULTIPLES = (256, 128, 64, 32, 8)  # of a width, with multiple_of="auto": the first that moves it by no more than
 MOVED = 0.02  # of it, else the last
