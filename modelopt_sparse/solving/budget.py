@@ -186,8 +186,8 @@ def divergences(data: CalibrationData, plans: Sequence[Chosen]) -> list[float]:
 class Table:
     """What the layers of a plan may become, what that loses, and what it costs.
 
-    config: says what bytes are counted by. rows: layer -> how many rows each of its matrices is
-    multiplied with in the dense model for a token, or for a sample of a net without tokens.
+    config: says what bytes are counted by, and which levels are open. rows: layer -> how many rows each of its matrices
+    is multiplied with in the dense model for a token, or for a sample of a net without tokens.
     """
 
     plan: Plan
@@ -320,8 +320,8 @@ def _is_level(choice: Pattern | None) -> bool:
 
 
 def lowered(levels: Sequence[tuple[LayerPlan, Unstructured]], surplus: int) -> dict[str, Unstructured]:
-    """Layer -> its level, all lowered alike until they have so many zeros less, or as many but for less than the finest
-    step of a layer: one weight of each row or matrix, or 0.0001 of it."""
+    """Layer -> its level, all lowered alike until so many zeros are gone, but for less than the finest step of a layer:
+    one weight of each row or matrix, or 0.0001 of it."""
     sizes = [min(math.prod(each.shape[-1 if level.scope == "row" else -2 :]), GRID) for each, level in levels]
 
     def at(i: int, step: int) -> Unstructured:
@@ -404,10 +404,8 @@ def decided(data: CalibrationData) -> tuple[CalibrationData, dict[str, Any]]:
     assert budget is not None
     data, table = tabled(data)
     if (chosen := table.best(budget)) is None:
-        least = table.costs_NK(budget.unit).min(1).sum() / table.dense(budget.unit)
-        allowed = (
-            f"the choices leave at least {least:.1%} of {'the weights' if budget.unit == 'zeros' else budget.unit}"
-        )
+        share = table.costs_NK(budget.unit).min(1).sum() / table.dense(budget.unit)
+        allowed = f"the choices leave at least {share:.1%} of {budget.unit.replace('zeros', 'the weights')}"
         raise ValueError(f"budget='{budget}': {allowed}: add sparser choices, or include layers")
     plans = {"the choice by losses": chosen, **table.plain(budget)}
     plans = {title: table.filled(plan, budget) for title, plan in plans.items()}
