@@ -29,7 +29,7 @@ MORE = {  # group of SparsifyConfig's docstring -> where to read on
     "What to prune": "[plan and rules](plan-and-rules.md), [masks of your own](accuracy.md#masks-of-your-own)",
     "Calibration data": "[data](data.md), [calibration](calibration.md), [experts](experts.md)",
     "How": "[accuracy](accuracy.md), [sequential modes](calibration.md#sequential-modes), [budget](budget.md), "
-    "[allocation](allocation.md), [devices](calibration.md#devices-and-offloading), [training](training.md)",
+    "[devices](calibration.md#devices-and-offloading), [training](training.md)",
     "Several processes": "[many GPUs](distributed.md)",
 }
 

@@ -36,7 +36,7 @@ from modelopt_sparse.plan.planner import distributed_in, plan_for, resolve
 from modelopt_sparse.reports.report import Report, attach_report, attached_report, merged_report
 from modelopt_sparse.reports.text import Progress
 from modelopt_sparse.reports.values import PERMUTED
-from modelopt_sparse.solving.budget import BudgetCurve, allocated, budgeted, curve_of
+from modelopt_sparse.solving.budget import BudgetCurve, budgeted, curve_of
 from modelopt_sparse.solving.solve import sparsify_block
 
 
@@ -92,7 +92,7 @@ def prune(
         processes.check_same(facts, "give all of them the same model and the same options")
     with _report(model, plan, config, processes) as report, calibrating(model):
         run = Run(model, plan, config, storage, processes, report)
-        wanted = config.allocation != "uniform" or config.budget is not None or config.distill is not None
+        wanted = config.budget is not None or config.distill is not None
         wanted = wanted or any(layer_plan.calibrated for layer_plan in plan.layers)
         with report.timed("calibration data"):
             data = CalibrationData.load(run, calls) if wanted else None
@@ -101,9 +101,6 @@ def prune(
             config = data.run.config
         with report.timed("dense run"):
             data = None if data is None else run_dense(data)
-        if data is not None and config.allocation != "uniform":
-            with report.timed("allocation"):
-                data = allocated(data)
         if data is not None and config.budget is not None:
             with report.timed("budget"):
                 data = budgeted(data)
@@ -261,8 +258,6 @@ def check_options(plan: Plan, config: SparsifyConfig) -> None:
     needing = [f"method {layer_plan.recipe!r}" for layer_plan in plan.layers if layer_plan.calibrated]
     if config.distill is not None:
         needing.append("distill")
-    if config.allocation != "uniform":
-        needing.append(f"allocation={config.allocation!r}")
     if config.budget is not None:
         needing.append(f"budget='{config.budget}'")
     if needing and config.data is None and config.data_loader is None and config.forward_loop is None:

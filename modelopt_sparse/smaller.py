@@ -6,8 +6,7 @@ rest makes up for them, in one pass over what is left. Then each block is cut, a
 
 import copy
 import time
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -20,7 +19,6 @@ from transformers import PreTrainedModel
 
 from modelopt_sparse.accuracy import choose
 from modelopt_sparse.accuracy.choose import (
-    SHARES,
     Choice,
     Criterion,
     ExpertChoice,
@@ -107,8 +105,8 @@ def shrink(
         experts also a mapping of mixtures to those that stay, such as llm-compressor's REAP writes to a file.
       protect: experts that stay whatever their scores: ``{"*.layers.3.*": [0, 7]}``, by globs of mixtures.
     How:
-      criterion: of channels: "gram" (default), "norm" or "minitron"; of experts: "reap" (default), "reap_sum",
-        "frequency", "gate", "activation" or "output". docs/shrink.md and docs/experts.md say what each is.
+      criterion: of channels: "gram" (default), "norm" or "minitron"; of experts: "reap" (default), "reap_sum" or
+        "frequency". docs/shrink.md and docs/experts.md say what each is.
       blocks_by: "kl", one by one, by the KL divergence without each; "influence": how little they turn hidden states.
       refit: values of the layers that take channels, and of the last matrices of experts, in closed form; None: not of
         experts whose blocks are reconstructed, which does as well.
@@ -469,14 +467,6 @@ class _Cut:
             if choice.values is not None:
                 choice.last_in(block).data.copy_(choice.values)
 
-    def one_of_each_kind(self, blocks: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-        """Name -> the block in its smaller size, of one of each kind of blocks that are cut."""
-        kinds = {repr(block): name for name, block in blocks.items() if name in self.cut_names}
-        smaller = {name: clone(blocks[name], hooks=False) for name in kinds.values()}
-        for name, block in smaller.items():
-            self.block(block, name, values=False)
-        return smaller
-
     def everything(self, model: Any, *, values: bool = True) -> None:
         """Cut what is not cut yet, which needs no data, and write the config."""
         twin = self.sizes.narrow(model, self.stay)
@@ -542,10 +532,6 @@ def _note_experts(cutting: _Cut, shrunk: Shrunk, report: Report) -> None:
                 f"{name!r}: no token reached experts {silent}: the data does not tell what they are for"
             )
     report.notes.append(f"{fmean(choice.gates_gone for choice in chosen):.1%} of all gates lay on the experts that go")
-    if all(len(choice.scores) for choice in chosen):
-        for share in SHARES:
-            errors = [choice.errors_without(share) for choice in chosen]
-            shrunk.shares[f"{share:.1%}"] = [fmean(each) for each in zip(*errors)]
 
 
 def _first_call(data: CalibrationData) -> Any:
@@ -558,17 +544,16 @@ def _output(data: CalibrationData) -> Tensor:
 
 
 def _seconds_of_calls(data: CalibrationData, cutting: _Cut) -> dict[str, list[float]]:
-    """Of the model and the smaller one, if they write text, of each kind of call here: measured, and predicted."""
+    """Of the model and the smaller one, if they write text, of each kind of call here."""
     model: Any = data.run.model
     smaller, measured = cutting.cut_clone(model), dict[str, list[float]]()
-    blocks, longest = data.run.plan.named_blocks, longest_window(model) or max(CALLS.values())
+    longest = longest_window(model) or max(CALLS.values())
     for what, length in CALLS.items() if writes_text(model) else ():
         ids = next((flat_tensors((call.args, call.kwargs))[0][:1] for call in data.calls or ()), torch.empty(0))
         if length <= longest and not ids.is_floating_point():
             row = ids.repeat(1, -(-length // ids.shape[1]))[:, :length].to(input_device(model))
-            if seconds := seconds_of_call(model, smaller, blocks, cutting.gone, cutting.one_of_each_kind(blocks), row):
-                before, *after = seconds
-                measured |= {name: [before, each] for name, each in zip((what, f"{what}, predicted"), after)}
+            if seconds := seconds_of_call((model, smaller), row):
+                measured[what] = seconds
             else:
                 data.run.report.notes.append(f"{what} are not known: the machine was too busy to measure them")
     return measured
@@ -582,54 +567,16 @@ AGREE = 1.05
 
 
 def seconds_of_call(
-    model: nn.Module,
-    smaller: nn.Module,
-    blocks: Mapping[str, nn.Module],
-    gone: Collection[nn.Module],
-    cut: Mapping[str, nn.Module],
-    ids: Tensor,
-    clock: Callable[[], float] = time.perf_counter,
+    models: Sequence[Callable[..., Any]], ids: Tensor, clock: Callable[[], float] = time.perf_counter
 ) -> list[float]:
-    """[of a model, of a ``smaller`` one, of that as predicted]. Nothing where other work on the machine disturbs them:
-    where three calls of the same model do not agree.
-
-    ``blocks`` of the model, of which some are ``gone`` from the smaller one. ``cut``: name -> the block in its smaller
-    size, of one of each kind. The prediction sees no more of the smaller model than these. They are called among whole
-    blocks: called again and again by themselves, they would find their weights in the cache.
-    """
-    seconds: dict[Any, list[float]] = defaultdict(list)
-
-    def timed(spent: dict[Any, float], key: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        began = clock()
-        output = function(*args, **kwargs)
-        flat_tensors(output)[0].flatten()[0].item()  # waits for the device
-        spent[key] = spent.get(key, 0.0) + clock() - began
-        return output
-
-    def agree(each: nn.Module) -> bool:
-        return sorted(seconds[each])[2] <= AGREE * min(seconds[each])
-
-    while len(seconds[model]) < TIMES or not (agree(model) and agree(smaller)):
-        if len(seconds[model]) >= TIMES and sum(seconds[model]) + sum(seconds[smaller]) >= LONG:
+    """The least seconds of a call of each model, in turns. Nothing where other work on the machine disturbs them: where
+    three calls of the same model do not agree."""
+    seconds: list[list[float]] = [[] for _ in models]
+    while len(seconds[0]) < TIMES or any(sorted(each)[2] > AGREE * min(each) for each in seconds):
+        if len(seconds[0]) >= TIMES and sum(map(sum, seconds)) >= LONG:
             return []
-        for whole in (model, smaller):
-            timed(spent := {}, whole, whole, input_ids=ids)
-            seconds[whole].append(spent[whole])
-        for instead in ({}, cut):
-            spent = defaultdict(float)
-            running = {name: instead.get(name, block) for name, block in blocks.items()}
-            with ExitStack() as ending:
-                for name, block in blocks.items():
-                    block.forward = partial(timed, spent, running[name], running[name].forward)
-                    ending.callback(vars(block).pop, "forward")
-                timed(spent, "outside", model, input_ids=ids)
-            spent["outside"] -= sum(spent[block] for block in running.values())
-            for part in (*running.values(), "outside"):
-                seconds[part].append(spent[part])
-    least = {part: min(each) for part, each in seconds.items()}
-    of_kind = {repr(blocks[name]): least[block] for name, block in cut.items()}
-    old = {block: least[block] for block in blocks.values()}
-    new = {block: of_kind.get(repr(block), same) for block, same in old.items() if block not in gone}
-    # as a share, for parts that are timed are a little slower, each in its best call a little faster
-    share = (least["outside"] + sum(new.values())) / (least["outside"] + sum(old.values()))
-    return [least[model], least[smaller], least[model] * share]
+        for model, of_model in zip(models, seconds):
+            began = clock()
+            flat_tensors(model(input_ids=ids))[0].flatten()[0].item()  # waits for the device
+            of_model.append(clock() - began)
+    return [*map(min, seconds)]

@@ -493,7 +493,6 @@ def refused() -> Result:
         "quality": {"quality": "good"},
         "quality and method": {"method": "magnitude", "quality": "best"},
         "rule": {"rules": {"*": {"patern": "2:4"}}},
-        "allocation": {"allocation": "owl"},
         "reconstruct": {"reconstruct": {"epoch": 1}},
         "loop that runs nothing": {"data_loader": None, "forward_loop": lambda model: None},
         "metric and loop": {"forward_loop": lambda model: model(tokens()[0]), "distill": True},
@@ -599,7 +598,7 @@ sparse llama: sparsegpt dtype=BFLOAT16 polish=2 reconstruct=1; wanda quality=bal
 sparse llama: DEFAULT quality=fast; DEFAULT quality=balanced; DEFAULT quality=balanced pattern=0.5
 sparse llama: DEFAULT quality=best; sparsegpt permute=true; ria polish=true; alps update=false
 sparse llama: sparsegpt update=false; sparsegpt reconstruct=true; wanda reconstruct=CHILDREN
-sparse llama: wanda pattern=60% allocation=owl
+sparse llama: wanda pattern=60%
 sparse llama: wanda budget="60% zeros"; wanda rules=RULES; sparsegpt enforce=false
 sparse untied: wanda include='["*.1.*", "lm_head"]' exclude=*.o_proj
 sparse deep: sparsegpt sequential=stage permute=true reconstruct=2; alps sequential=none; wanda reconstruct=MOVE
@@ -626,7 +625,7 @@ sparse mixtral: sparsegpt min_tokens=30; sparsegpt experts=all_tokens; wanda exp
 sparse mixtral: sparsegpt memory_limit=400KB min_tokens=30; sparsegpt polish=2 reconstruct=1 min_tokens=8
 sparse mixtral: sparsegpt sequential=none min_tokens=30; alps sequential=stage min_tokens=30 reconstruct=1
 sparse mixtral: DEFAULT quality=balanced min_tokens=8; magnitude pattern=1:4
-sparse mixtral: wanda pattern=0.5 allocation=owl min_tokens=8
+sparse mixtral: wanda pattern=0.5 min_tokens=8
 sparse gpt-oss: sparsegpt min_tokens=8; wanda sequential=none experts=all_tokens; ria sequential=stage reconstruct=1
 sparse llama4: sparsegpt min_tokens=8; wanda sequential=none experts=all_tokens
 sparse jetmoe: sparsegpt min_tokens=8; wanda sequential=none experts=weight_only

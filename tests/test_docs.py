@@ -301,18 +301,12 @@ def test_compare_methods_prints_the_table(monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_the_benchmark_of_smaller_models_prints_their_times():
-    ran = run_python("examples/benchmarks/faster.py", "--width", 256, "--rounds", 1, "--busy")
+    ran = run_python("examples/benchmarks/faster.py", "--width", 256, "--rounds", 1)
     assert ran.returncode == 0, ran.stderr
-    speeds, predicted = (
-        [line.split("|")[1:-1] for line in part.splitlines() if line.startswith("|")]
-        for part in ran.stdout.split("| off | call |")
-    )
-    rows = speeds[2:]
+    rows = [line.split("|")[1:-1] for line in ran.stdout.splitlines() if line.startswith("|")][2:]
     shares = {title.strip(): int(share.strip(" %")) for title, share, *_ in rows}
     assert shares["a third of the blocks and half of the channels off"] < shares["half of the channels off"] < 100
     assert all(float(cell) > 0 for _, *cells in rows for cell in cells[1:])
-    assert len(predicted[1:]) == 8  # four sizes, two kinds of calls
-    assert all(float(cell) > 0 for _, _, *cells, _ in predicted[1:] for cell in cells)
 
 
 @pytest.mark.slow

@@ -182,7 +182,7 @@ REFUSED = {
     "heads": ({"to": {"num_key_value_heads": 1}}, "heads cost far more"),
     "a budget beside": ({"mlp": 0.25, "budget": "70% params"}, r"got \['mlp', 'budget'\]"),
     "a budget of time": ({"budget": "5 ms"}, "allowed are params, bytes, flops"),
-    "two budgets": ({"budget": {"params": "70%", "flops": "70%"}}, "shrink takes one unit"),
+    "two budgets": ({"budget": {"params": "70%", "flops": "70%"}}, "give text, such as '35% bytes'"),
     "a budget that is met": ({"budget": "100% params"}, "the model has .* params already"),
     "a budget that is too small": ({"budget": "1% params"}, "cannot be met"),
     "devices": ({"mlp": 0.25, "tensor_parallel": 0}, "tensor_parallel=0"),
@@ -284,15 +284,14 @@ def cost_of(model: PreTrainedModel, budget: str, blocks: int, width: int) -> int
 
 @pytest.mark.parametrize(
     ("budget", "left"),
-    [("70% params", 0.7), ("96% flops", 0.96), ("0.1MB bytes", 1e5), ("1e5 bytes", 1e5), ({"params": "55%"}, 0.55)],
+    [("70% params", 0.7), ("96% flops", 0.96), ("0.1MB bytes", 1e5), ("1e5 bytes", 1e5), ("55% params", 0.55)],
 )
 def test_a_budget_leaves_the_widest_mlps_for_each_number_of_blocks(budget, left):
     model = shrinkable("Llama")
-    unit = budget if isinstance(budget, str) else "55% params"
-    ceiling = left if left > 1 else left * cost_of(model, unit, 0, WIDTH)
+    ceiling = left if left > 1 else left * cost_of(model, budget, 0, WIDTH)
     wanted = []
     for blocks in range(BLOCKS):
-        fitting = [width for width in range(8, WIDTH + 1, 8) if cost_of(model, unit, blocks, width) <= ceiling]
+        fitting = [width for width in range(8, WIDTH + 1, 8) if cost_of(model, budget, blocks, width) <= ceiling]
         wanted += [(BLOCKS - blocks, max(fitting))] if fitting else []
         if WIDTH in fitting:
             break

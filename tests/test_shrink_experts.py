@@ -14,13 +14,12 @@ import transformers
 from torch import Tensor, nn
 
 import modelopt_sparse as mts
-from modelopt_sparse.accuracy.choose import ExpertChoice, ExpertSums, kept_by_output
+from modelopt_sparse.accuracy.choose import ExpertSums
 from modelopt_sparse.accuracy.refit import RoutedCall, refit_experts
 from modelopt_sparse.accuracy.tuning import BatchNumbers
 from modelopt_sparse.distributed import Processes
 from modelopt_sparse.model.adapters import DOWN, LLAMA4_DOWN
 from modelopt_sparse.model.devices import flat_tensors
-from modelopt_sparse.model.resize import ExpertPool
 from modelopt_sparse.plan.shrinking import EXPERT_CRITERIA
 from tests.helpers import assert_bits, assert_same_state, state_of
 from tests.models.every_type import batch_of, strengthen, tiny_model
@@ -200,11 +199,8 @@ def test_criteria_are_sums_over_routed_tokens(criterion):
         for experts, gates, outputs in of_layer:
             for expert, gate, made in zip(experts, gates, outputs, strict=True):
                 own[expert].append((float(gate), float(made.norm())))
-        wanted = [SCORES[criterion](pairs) if criterion in SCORES else 0.0 for pairs in own.values()]
+        wanted = [SCORES[criterion](pairs) for pairs in own.values()]
         errors = [error_without([expert], of_layer) for expert in range(EXPERTS)]
-        if criterion == "output":
-            first = errors.index(min(errors))
-            wanted = [error_without({first, expert}, of_layer) for expert in range(EXPERTS)]
         torch.testing.assert_close(
             torch.tensor(shrunk.scores[name]), torch.tensor(wanted, dtype=torch.float32), rtol=2e-3, atol=1e-6
         )
@@ -247,8 +243,6 @@ def test_gates_inside_of_experts_count_once():
 
 SCORES: dict[str, Any] = {
     "frequency": len,
-    "gate": lambda pairs: sum(gate for gate, _ in pairs),
-    "activation": lambda pairs: sum(norm for _, norm in pairs) / len(pairs),
     "reap": lambda pairs: sum(gate * norm for gate, norm in pairs) / len(pairs),
     "reap_sum": lambda pairs: sum(gate * norm for gate, norm in pairs),
 }
@@ -263,66 +257,18 @@ def error_without(gone: Any, tokens: list[Any]) -> float:
     return lost / whole
 
 
-def made_up(experts: int = 6) -> tuple[ExpertSums, list[Any]]:
-    """Of which the first three put out little."""
+def test_errors_without_experts_are_those_of_their_outputs():
     generator = torch.Generator().manual_seed(0)
-    tokens, sums = [], ExpertSums.of(experts)
+    tokens, sums = [], ExpertSums.of(6)
     for _ in range(40):
-        chosen = torch.randperm(experts, generator=generator)[:3]
+        chosen = torch.randperm(6, generator=generator)[:3]
         gates = torch.rand(3, generator=generator, dtype=torch.float64)
         outputs = torch.randn(3, 5, generator=generator, dtype=torch.float64)
-        tokens.append((chosen.tolist(), gates, outputs * (0.1 + 0.9 * (chosen >= 3))[:, None]))
-    chosen, gates, outputs = (torch.stack([torch.as_tensor(each[i]) for each in tokens]) for i in range(3))
-    sums.add(outputs, chosen, gates)
-    return sums, tokens
-
-
-def test_errors_without_experts_are_those_of_their_outputs():
-    """Of any choice; the mean over all choices of as many is told without trying them."""
-    sums, tokens = made_up()
-    for count in (1, 2, 5):
-        errors = [error_without(gone, tokens) for gone in combinations(range(6), count)]
-        own = [
-            sums.error_without(torch.tensor([expert for expert in range(6) if expert not in gone]))
-            for gone in combinations(range(6), count)
-        ]
-        assert own == pytest.approx(errors)
-        assert sums.error_at_random(count) == pytest.approx(sum(errors) / len(errors))
-
-
-@pytest.mark.parametrize("groups", [1, 2])
-def test_the_output_criterion_takes_what_adds_least_each_time(groups):
-    sums, tokens = made_up()
-    gone: list[int] = []
-    scores = {}
-    for _ in range(2):
-        full = {expert // (6 // groups) for expert in gone} if groups == 2 else set()
-        others = [each for each in range(6) if each not in gone and each // (6 // groups) not in full]
-        errors = {expert: error_without([*gone, expert], tokens) for expert in others}
-        gone.append(min(errors, key=lambda expert: errors[expert]))
-        scores[gone[-1]] = errors[gone[-1]]
-    stay, found = kept_by_output(sums.products, groups, 4)
-    assert stay.tolist() == sorted({*range(6)} - {*gone})
-    scores |= {expert: error_without([*gone, expert], tokens) for expert in stay.tolist()}  # if it went next
-    assert [found[expert].item() for expert in scores] == pytest.approx([*scores.values()])
-
-
-@pytest.mark.parametrize("criterion", EXPERT_CRITERIA)
-@pytest.mark.parametrize("groups", [1, 2])
-def test_what_shares_lose_is_told_whatever_goes(criterion, groups):
-    """Of each share the error of the choice of as many by the same criterion, however many experts are to go."""
-    sums, tokens = made_up(8)
-    told = []
-    for new in (6, 4):
-        pool: Any = ExpertPool(None, 8, new, (), groups)  # pyright: ignore[reportArgumentType]
-        choice = ExpertChoice(pool, *sums.kept_by(criterion, groups, new), criterion, sums)
-        told.append([choice.errors_without(share) for share in (0.25, 0.5)])
-        assert told[-1][(6, 4).index(new)][0] == pytest.approx(
-            error_without({*range(8)} - {*choice.stay.tolist()}, tokens)
-        )
-        if groups == 2:  # 3 of 8: one of each group
-            assert choice.errors_without(0.375) == told[-1][0]
-    assert told[0] == told[1]
+        tokens.append((chosen.tolist(), gates, outputs))
+        sums.add(outputs[None], chosen[None], gates[None])
+    for gone in (each for count in (1, 2, 5) for each in combinations(range(6), count)):
+        stay = torch.tensor([expert for expert in range(6) if expert not in gone])
+        assert sums.error_without(stay) == pytest.approx(error_without(gone, tokens))
 
 
 # refit ----------------------------------------------------------------------------------------------------------------
@@ -451,7 +397,7 @@ def test_a_choice_that_does_not_fit_is_refused_untouched():
         assert_same_state(model, before)
 
 
-@pytest.mark.parametrize("criterion", ["reap", "output"])
+@pytest.mark.parametrize("criterion", ["reap", "frequency"])
 def test_protected_experts_stay(criterion):
     """Those that would go first, in the mixture that is named; the other mixture is what it was."""
     data = {"data_loader": mixtral_data(), "criterion": criterion, "progress": False}
@@ -523,6 +469,7 @@ def test_experts_that_no_token_reached_are_named_and_go_first():
         ({"experts": "x"}, "experts='x': give what goes, as a share"),
         ({"experts": 1, "mlp": 0.5}, "shrink takes blocks= with mlp= or experts=, or to="),
         ({"experts": 1, "criterion": "gram"}, "criterion"),
+        ({"experts": 1, "criterion": "gate"}, "allowed are 'reap', 'reap_sum', 'frequency'"),
         ({"mlp": 0.5}, "holds experts: give experts= or blocks="),
         ({"kept": {"experts": {"nowhere": [0, 1]}}}, "give ascending indices of its 0 experts"),
         ({"kept": {"nowhere": [0, 1]}}, "give ascending indices of its 0 experts"),

@@ -5,9 +5,6 @@
 A Llama of random weights, made smaller or sparse as `shrink` and `sparsify` make any other: time does not depend on
 what the weights are. Calls of all variants take turns, and the least seconds of each count, so that other work on the
 machine disturbs them little. int8 is `torch.ao.quantization.quantize_dynamic` of all Linear layers.
-
-A second table compares what the reports of `shrink` predicted of calls with what they measured. They leave out what
-other work on the machine disturbs; with ``--busy`` they take the least of as many calls as the first table.
 """
 
 import argparse
@@ -24,7 +21,6 @@ from torch import nn
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import modelopt_sparse as mts
-from modelopt_sparse import smaller
 from modelopt_sparse.model.hf import cache_name
 
 PROMPT = 128
@@ -84,10 +80,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=1024, help="hidden size (%(default)s)")
     parser.add_argument("--rounds", type=int, default=15, help="calls of each (%(default)s)")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--busy", action="store_true", help="predict also where calls do not agree")
     given = parser.parse_args()
-    if given.busy:
-        smaller.TIMES, smaller.AGREE = max(given.rounds, 3), float("inf")
     torch.set_num_threads(given.threads)
     models = variants(dense(given.width))
     calls = {title: calls_of(model) for title, model in models.items()}
@@ -112,16 +105,6 @@ def main() -> None:
         for what in ("prompt", "token"):
             cells += [f"{1e3 * least[title, what]:.1f}", f"{least['dense', what] / least[title, what]:.2f}"]
         print(f"| {' | '.join(cells)} |")
-    print("\n| off | call | ms before | predicted | measured | difference |\n| --- | --- | ---: | ---: | ---: | ---: |")
-    for title in SIZES:
-        costs = mts.report(models[title]).shrunk.costs
-        for what, (before, predicted) in costs.items():
-            if what.endswith(", predicted"):
-                call = what.removesuffix(", predicted")
-                after = costs[call][1]
-                cells = [title.removesuffix(" off"), call.removeprefix("seconds of ")]
-                cells += [f"{1e3 * each:.1f}" for each in (before, predicted, after)]
-                print(f"| {' | '.join([*cells, f'{predicted / after - 1:+.1%}'])} |")
 
 
 if __name__ == "__main__":

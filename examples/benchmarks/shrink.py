@@ -53,11 +53,11 @@ CHANNELS: dict[str, dict[str, Any]] = {"25%": {"mlp": 0.25}, "50%": {"mlp": 0.5}
 EXPERTS: dict[str, dict[str, Any]] = {"25% experts": {"experts": 0.25}, "50% experts": {"experts": 0.5}}
 SIZES = {**CHANNELS, **EXPERTS}
 TITLES = {"25%": "25 % of the channels", "50%": "50 % of the channels", "block": "1 block"}
-CRITERIA = ("reap", "reap_sum", "frequency", "gate", "activation", "output", "random")
+CRITERIA = ("reap", "reap_sum", "frequency", "random")
 OF_EXPERTS: dict[str, dict[str, Any]] = {
     **{criterion: {"criterion": criterion, "refit": False} for criterion in (*CRITERIA, REAPS_CODE, LLM_COMPRESSOR)},
-    **{f"{each}, refit": {"criterion": each} for each in ("reap", "output", "random")},
-    **{f"{each}, repaired": {"criterion": each, "reconstruct": 4} for each in ("reap", "output", "random")},
+    **{f"{each}, refit": {"criterion": each} for each in ("reap", "reap_sum", "random")},
+    **{f"{each}, repaired": {"criterion": each, "reconstruct": 4} for each in ("reap", "reap_sum", "random")},
 }
 BASES = ("norm", "as is", "reap")  # the rows that others are shares of
 BLOCK: dict[str, dict[str, Any]] = {"as is": {}, "reconstructed": {"reconstruct": REPAIR["reconstruct"]}}

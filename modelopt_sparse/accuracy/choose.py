@@ -330,42 +330,39 @@ def _choice(pool: Pool, fitted_CC: Tensor, judging_CC: Tensor, absolute_C: Tenso
 
 
 TOKENS = 1024  # whose outputs are multiplied with each other at a time
-SHARES = (0.125, 0.25, 0.375, 0.5)  # of experts, whose loss is told beside that of those which go
 
 
 @dataclass
 class ExpertSums:
     """Of a mixture: sums over real tokens, with the gates that the model applies, in float64.
 
-    tokens, gates, norms, gated_norms: ``[E]``, of each expert over the tokens that are routed to it: how many, and the
-    sums of its gate g, of the norm of what it puts out f, and of g times that norm. Where gates scale what experts get
-    (Llama 4), f is what comes of it, and is not multiplied by g again.
+    tokens, gates, gated_norms: ``[E]``, of each expert over the tokens that are routed to it: how many, and the sums of
+    its gate g, and of g times the norm of what it puts out f. Where gates scale what experts get (Llama 4), f is what
+    comes of it, and is not multiplied by g again.
     products: ``[E, E]``, the sums of the inner products of g f of two experts that the same token is routed to.
     """
 
     tokens: Tensor
     gates: Tensor
-    norms: Tensor
     gated_norms: Tensor
     products: Tensor
 
     @classmethod
     def of(cls, experts: int) -> "ExpertSums":
-        tokens, gates, norms, gated_norms, *products = torch.zeros(4 + experts, experts, dtype=torch.float64)
-        return cls(tokens, gates, norms, gated_norms, torch.stack(products))
+        tokens, gates, gated_norms, *products = torch.zeros(3 + experts, experts, dtype=torch.float64)
+        return cls(tokens, gates, gated_norms, torch.stack(products))
 
     def add(self, outputs_TkR: Tensor, index_Tk: Tensor, gates_Tk: Tensor, *, inside: bool = False) -> None:
         """Add some tokens; ``inside``: gates have scaled what the experts get. An index of E or more: an expert without
         weights, which is left out."""
         known_Tk = index_Tk < len(self.tokens)
         index = index_Tk.where(known_Tk, 0).cpu()
-        norms_Tk, counted_Tk = outputs_TkR.norm(dim=-1), known_Tk.double()
+        counted_Tk = known_Tk.double()
         factors_Tk = counted_Tk if inside else gates_Tk * counted_Tk
         for total, values in (
             (self.tokens, counted_Tk),
             (self.gates, gates_Tk * counted_Tk),
-            (self.norms, norms_Tk * counted_Tk),
-            (self.gated_norms, norms_Tk * factors_Tk),
+            (self.gated_norms, outputs_TkR.norm(dim=-1) * factors_Tk),
         ):
             total.index_add_(0, index.flatten(), values.double().flatten().cpu())
         for part in range(0, len(index), TOKENS):
@@ -378,23 +375,14 @@ class ExpertSums:
     def scores(self, criterion: str) -> Tensor:
         """The importance of each expert, larger = keep, ``[E]``.
 
-        "frequency": its tokens. "gate": the sum of its gates. "activation": the mean norm of what it puts out. "reap":
-        the mean of gate times norm (Lasby et al. 2025, REAP, arXiv 2510.13999). "reap_sum": the sum of the
-        same. Experts that no token reached have 0.
+        "reap": the mean of gate times norm (Lasby et al. 2025, REAP, arXiv 2510.13999). "reap_sum": their sum.
+        "frequency": its tokens. Experts that no token reached have 0.
         """
-        per_token = self.tokens.clamp_min(1)
-        return {
-            "frequency": self.tokens,
-            "gate": self.gates,
-            "activation": self.norms / per_token,
-            "reap": self.gated_norms / per_token,
-            "reap_sum": self.gated_norms,
-        }[criterion]
+        mean = self.gated_norms / self.tokens.clamp_min(1)
+        return {"reap": mean, "reap_sum": self.gated_norms, "frequency": self.tokens}[criterion]
 
     def kept_by(self, criterion: str, groups: int, count: int, protected: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
         """(the ``count`` experts that stay, as many in each of ``groups``, ascending; a score for each)."""
-        if criterion == "output":
-            return kept_by_output(self.products, groups, count, protected)
         scores = self.scores(criterion)
         in_groups = scores.index_fill(0, torch.tensor(protected, dtype=torch.long), torch.inf).view(groups, -1)
         of_group = [largest(each, count // groups) for each in in_groups]
@@ -407,44 +395,11 @@ class ExpertSums:
         gone[stay] = False
         return float(self.products[gone][:, gone].sum() / self.products.sum().clamp_min(1e-300))
 
-    def error_at_random(self, gone: int) -> float:
-        """The mean of that error over all choices of so many experts that go."""
-        every = len(self.tokens)
-        alone, together = gone / every, gone * (gone - 1) / (every * max(every - 1, 1))
-        squares, total = self.products.diagonal().sum(), self.products.sum().clamp_min(1e-300)
-        return float((alone * squares + together * (total - squares)) / total)
-
-
-def kept_by_output(
-    products_EE: Tensor, groups: int, count: int, protected: Sequence[int] = ()
-) -> tuple[Tensor, Tensor]:
-    """(the ``count`` experts that stay, as many in each of ``groups``; a score for each, larger = keep).
-
-    Greedy: each time the expert goes that adds least to the squared error of the mixture's output, with the routes and
-    gates of the whole mixture. Scores are that error, relative, once an expert goes; of those that stay, if it went
-    next.
-    """
-    experts = len(products_EE)
-    in_group = torch.arange(experts) // (experts // groups)
-    left = torch.ones(experts, dtype=torch.bool)
-    scores, with_gone = torch.zeros(2, experts, dtype=torch.float64)
-    lost, total = 0.0, float(products_EE.sum().clamp_min(1e-300))
-    for _ in range(experts - count):
-        full = torch.bincount(in_group[left], minlength=groups) > count // groups
-        added = products_EE.diagonal() + 2 * with_gone
-        may_go = (left & full[in_group]).index_fill(0, torch.tensor(protected, dtype=torch.long), False)
-        going = int(added.where(may_go, torch.inf).argmin())
-        lost += float(added[going])
-        scores[going], left[going] = lost / total, False
-        with_gone += products_EE[going]
-    scores[left] = (lost + products_EE.diagonal() + 2 * with_gone)[left] / total
-    return left.nonzero().squeeze(-1), scores
-
 
 @dataclass(frozen=True)
 class ExpertChoice:
-    """The experts of a mixture that stay ``[K]``, ascending, and what they were chosen by: a score for each, by a
-    ``criterion``; without scores they were given.
+    """The experts of a mixture that stay ``[K]``, ascending, and what they were chosen by: a score for each; without
+    scores they were given.
 
     values: of their last matrices, shaped like the parameter; None: those that they have. errors: of the mixture's
     output with the smaller one's own routes, as is and with these, on the batches that judge.
@@ -453,7 +408,6 @@ class ExpertChoice:
     pool: ExpertPool
     stay: Tensor
     scores: Tensor
-    criterion: str = ""
     sums: ExpertSums | None = field(default=None, repr=False)
     values: Tensor | None = None
     errors: tuple[float, ...] = ()
@@ -469,15 +423,6 @@ class ExpertChoice:
         assert self.sums is not None
         gates = self.sums.gates
         return 1 - float(gates[self.stay].sum() / gates.sum().clamp_min(1e-300))
-
-    def errors_without(self, share: float) -> tuple[float, float]:
-        """The relative squared errors of the mixture's output without this share of the experts of each group: those
-        that this criterion would take, and as many at random."""
-        assert self.sums is not None
-        groups = self.pool.groups
-        gone = int(self.pool.old // groups * share) * groups
-        stay, _ = self.sums.kept_by(self.criterion, groups, self.pool.old - gone)
-        return self.sums.error_without(stay), self.sums.error_at_random(gone)
 
 
 def some_experts(pool: ExpertPool) -> ExpertChoice:
@@ -628,4 +573,4 @@ def _chosen_experts(pool: ExpertPool, sums: ExpertSums, criterion: Criterion) ->
     if fixed is not None:
         return ExpertChoice(pool, torch.tensor(list(fixed)), torch.zeros(0), sums=sums)
     stay, scores = sums.kept_by(criterion.name, pool.groups, pool.new, pool.protected)
-    return ExpertChoice(pool, stay, scores, criterion.name, sums)
+    return ExpertChoice(pool, stay, scores, sums)

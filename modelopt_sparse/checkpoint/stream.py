@@ -267,7 +267,6 @@ def _refuse_whole_model(config: SparsifyConfig, verb: str, more: Iterable[tuple[
     quality = "" if config.quality is None else f" (set by quality={config.quality!r})"
     own_text = "data='self'" if config.writes_its_data else f"self_data={config.self_data}"
     options = [
-        (config.allocation != "uniform", f"allocation={config.allocation!r}", "give a budget, or rules"),
         (config.distill is not None, f"distill{quality}", "leave it out"),
         (config.self_data not in (0, "auto") or config.writes_its_data, own_text, "give a file of write_text as data="),
         (config.forward_loop is not None, "forward_loop", "give data_loader= or data="),

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 # the keys of METHODS, QUALITIES, MEMBERS and CRITERIA, whose modules import torch; a test holds them equal
 CRITERIA = ("gram", "norm", "minitron")
-EXPERT_CRITERIA = ("reap", "reap_sum", "frequency", "gate", "activation", "output")
+EXPERT_CRITERIA = ("reap", "reap_sum", "frequency")
 METHODS = ("magnitude", "wanda", "ria", "sparsegpt", "alps")
 QUALITIES = ("fast", "balanced", "best", "max")
 MEMBERS = ("wide", "parallel", "factorized", "doped")

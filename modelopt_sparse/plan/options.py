@@ -27,7 +27,6 @@ from modelopt_sparse.plan.budget import (
     Budget,
     parse_budget,
     parse_choices,
-    parse_timings,
     zeros_of,
 )
 from modelopt_sparse.reports.text import nearest, refuse_unknown
@@ -316,7 +315,7 @@ OWN_WINDOWS = 3  # written by the model for each of the user's, with self_data="
 # the options in a report; those of the second line only where the data is text
 REPORTED = (
     *("replace", "sequential", "enforce", "seed", "count_padding", "min_tokens", "experts", "memory_limit"),
-    *("self_data", "quality", "permute", "update", "polish", "reconstruct", "distill", "allocation"),
+    *("self_data", "quality", "permute", "update", "polish", "reconstruct", "distill"),
     *("budget", "choices", "runtime", "autocast", "float32_products", "deterministic"),
 )
 REPORTED_OF_TEXT = ("num_samples", "seq_len", "batch_size")
@@ -382,18 +381,14 @@ class SparsifyConfig:
       distill: after the last block, tune the kept weights, norms and biases of the whole model to put out what the
         dense model did; True, the number of epochs, or a mapping of `Distill`'s options. "auto", which
         ``quality`` sets: True, or None where the model cannot be distilled; the report says why.
-      allocation: "uniform" or "owl": how the zeros of an unstructured pattern are shared out over the layers.
       budget: what the layers that may be pruned may have in all, and which of ``choices`` each becomes is chosen to
-        lose least: "35% zeros" at least, or at most so many of "bytes", "flops", "ms" or "kl", as a share with % or an
-        amount, "4.2e9 bytes"; a mapping for two, ``{"bytes": "60%", "ms": 12}``. "auto", which ``quality`` sets: the
-        zeros of an unstructured ``pattern``, or that pattern in every layer where losses cannot be measured; the report
-        says why.
+        lose least: "35% zeros" at least, or at most so many of "bytes" or "flops", as a share with % or an amount,
+        "4.2e9 bytes". "auto", which ``quality`` sets: the zeros of an unstructured ``pattern``, or that pattern in
+        every layer where losses cannot be measured; the report says why.
       choices: what a layer may become under a budget: "dense", and what ``pattern`` takes. None: ("dense", pattern) if
         ``pattern`` is an N:M one, else "dense", 20 %, 25 %, and so on to 80 %. A rule may have ``choices`` of its own;
         one with nothing but a ``pattern`` fixes that.
       runtime: the library whose packed 2:4 weights a budget of bytes counts, "cusparselt" or "cutlass".
-      timings: what a budget of ms counts, summed up over layers and token counts: a SpeedReport, or the path of what
-        ``modelopt-sparse speed --json`` printed.
       losses: path of a JSON file with the losses of all choices: written, or if it is there used for another budget.
       output: what counts of the model's output, for a budget, the Fisher metric and distill: a name, an index, or a
         function from the output to a tensor. None: its ``logits``, else the tensor that it is, or the only tensor of
@@ -446,11 +441,9 @@ class SparsifyConfig:
     polish: int = 0
     reconstruct: Reconstruct | None = None
     distill: Distill | None = None
-    allocation: Literal["uniform", "owl"] = "uniform"
     budget: Budget | None = None
     choices: tuple[Pattern | None, ...] | None = None
     runtime: Literal["cusparselt", "cutlass", None] = None
-    timings: Mapping[str, tuple[float, float]] | None = None
     losses: Path | None = None
     output: Which | None = None
     divergence: Divergence | None = None
@@ -486,7 +479,7 @@ class SparsifyConfig:
         """What the budget "auto" stands for: as many zeros as the pattern has, or None where it is no level between
         those that layers may have, or where something else says where zeros go."""
         budget, pattern, of_rules = None, self.pattern, {name for rule in self.rules for name in rule.options or ()}
-        elsewhere = self.masks is not None or self.allocation != "uniform" or of_rules & {"pattern", "choices"}
+        elsewhere = self.masks is not None or of_rules & {"pattern", "choices"}
         if isinstance(pattern, Unstructured) and 0 < pattern.sparsity < HIGHEST and not elsewhere:
             budget, levels = zeros_of(pattern)
             object.__setattr__(self, "choices", tuple(dict.fromkeys((pattern, *(self.choices or levels)))))
@@ -624,12 +617,6 @@ def _bytes(value: Any) -> Any:
         raise ValueError(f"memory_limit={shown(value)}: give bytes, or a number with a unit, such as '16GB'") from None
 
 
-def _allocation(value: Any) -> Any:
-    if value in ("block", "search"):
-        raise ValueError(f"allocation={value!r} is no more: a budget loses less: give budget='50% zeros' in its place")
-    return "uniform" if value is None else value
-
-
 def _device(value: Any) -> torch.device | None:
     try:
         return None if value is None else torch.device(value)
@@ -643,10 +630,8 @@ _PARSERS: dict[str, Callable[[Any], Any]] = {
     "polish": lambda value: _times("polish", value),
     "reconstruct": lambda value: _parse_tuning("reconstruct", Reconstruct, value),
     "distill": lambda value: _parse_tuning("distill", Distill, value),
-    "allocation": _allocation,
     "budget": lambda value: value if value == AUTO else parse_budget(value),
     "choices": lambda value: None if value is None else parse_choices(value),
-    "timings": parse_timings,
     "losses": lambda value: None if value is None else Path(value),
     "output": lambda value: int(value) if isinstance(value, str) and value.isdecimal() else value,  # --output 0
     "memory_limit": _bytes,
@@ -713,25 +698,14 @@ def _problems(config: SparsifyConfig) -> Iterator[str]:
         yield "distill tunes sparse modules, and enforce=False leaves none: leave one out; export(model) comes after"
     if masks and reconstruct is not None and reconstruct.masks == "move":
         yield "masks= says which weights stay, and reconstruct's masks='move' would choose others"
-    units = [limit.unit for limit in config.budget or ()]
-    extra = [name for name in ("choices", "runtime", "timings", "losses") if getattr(config, name)]
-    if not units and extra:
+    extra = [name for name in ("choices", "runtime", "losses") if getattr(config, name)]
+    if config.budget is None and extra:
         yield f"{' and '.join(extra)} go with budget=: give one, such as budget='35% zeros'"
-    if units and config.allocation != "uniform":
-        yield f"budget and allocation={config.allocation!r} both say where zeros go: leave one of them out"
     if config.budget is not None and loop and not config.budget.optional:
         yield "budget calls the model itself: give data= or data_loader= instead of forward_loop"
-    if "bytes" in units and config.runtime is None:
+    if config.budget is not None and config.budget.unit == "bytes" and config.runtime is None:
         yield "a budget of bytes counts a runtime's files, for a plain folder stores zeros: give runtime='cusparselt'"
-    if "ms" in units and config.timings is None:
-        yield "a budget of ms needs timings=: time layers (modelopt-sparse speed) on the device that will serve them"
-    if "kl" in units and len(units) > 1:
-        yield "a budget of kl goes alone: the most zeros within it are searched for"
-    choosing = {
-        "budget": bool(units),
-        "permute": config.permute,
-        "allocation": config.allocation != "uniform",
-    }
-    if masks and any(choosing.values()):
-        names = " and ".join(name for name, wanted in choosing.items() if wanted)
+    choosing = [name for name in ("budget", "permute") if getattr(config, name)]
+    if masks and choosing:
+        names = " and ".join(choosing)
         yield f"masks= says which weights stay, and {names} would choose others; leave one of them out"

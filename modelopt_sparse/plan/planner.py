@@ -202,20 +202,13 @@ def without_others(plan: Plan, reasons: Mapping[str, str], model: nn.Module, con
 
 
 def _check_levels(planned: Sequence[LayerPlan], config: SparsifyConfig) -> None:
-    """Raise ValueError if masks that layers carry, and whose zeros stay, have more of them than the patterns ask for:
-    each for itself, or all together where ``allocation`` shares the zeros out."""
-    groups: dict[str, list[LayerPlan]] = {}
-    for layer_plan in planned:
-        shared = config.allocation != "uniform" and isinstance(layer_plan.pattern, Unstructured)
-        what = "the unstructured layers of the plan" if shared else f"layer {layer_plan.name!r}"
-        groups.setdefault(what, []).append(layer_plan)
-    for what, group in groups.items():
-        masks = [_present_mask(each.layer, config) for each in group]
-        zeros = sum(int((~mask).sum()) for mask in masks if mask is not None)
-        if zeros > sum(map(_zeros_wanted, group)):
-            share = zeros / sum(each.size for each in group)
-            problem = f"{share:.2%} zeros in the present mask, and pattern {group[-1].pattern} has fewer"
-            raise ValueError(f"{what}: {problem}: give one with as many, or replace=True")
+    """Raise ValueError if a mask that a layer carries, and whose zeros stay, has more of them than the pattern."""
+    for each in planned:
+        mask = _present_mask(each.layer, config)
+        zeros = 0 if mask is None else int((~mask).sum())
+        if zeros > _zeros_wanted(each):
+            problem = f"{zeros / each.size:.2%} zeros in the present mask, and pattern {each.pattern} has fewer"
+            raise ValueError(f"layer {each.name!r}: {problem}: give one with as many, or replace=True")
 
 
 def _zeros_wanted(layer_plan: LayerPlan) -> int:
@@ -300,8 +293,6 @@ def _check_planned(
         reasons += [ANY_PARAMETER] if any("no adapter" in reason for reason in reasons) else []
         raise ValueError(f"nothing to prune in this {type(model).__name__}: {'; '.join(reasons)}")
     patterns = {type(choice) for layer_plan in planned for choice in layer_plan.choices or (layer_plan.pattern,)}
-    if config.allocation != "uniform" and Unstructured not in patterns:
-        raise ValueError(f"allocation={config.allocation!r} is for unstructured patterns: give one, such as 0.5")
     if config.permute and NM not in patterns:
         raise ValueError("permute is for N:M patterns, and no layer has one: give pattern='2:4', or leave it out")
     homes = {_memory(x): name for name, x in model.named_buffers()}
@@ -311,8 +302,6 @@ def _check_planned(
             raise ValueError(f"{where} and the buffer {homes[home]!r} share memory: clone one of them, or exclude it")
         if config.budget is not None and not config.budget.optional and layer_plan.within_mask:
             raise ValueError(f"{where} carries a mask whose zeros stay, against a budget: give replace=True")
-        if config.timings is not None and layer_plan.name not in config.timings:
-            raise ValueError(f"timings: there are none of {where}: time this model, or exclude it")
         blind = isinstance(layer.adapter, RoutedAdapter) and not layer.adapter.sees_all_tokens
         if config.experts == "all_tokens" and (blind or layer.mixture is not None):
             raise ValueError(f"{where} is given nothing but the rows that are routed to it: use experts='pool'")
@@ -331,8 +320,9 @@ def _notes(model: nn.Module, planned: list[LayerPlan], config: SparsifyConfig) -
     if masked := sum(layer_plan.within_mask for layer_plan in planned):
         notes.append(f"{masked} of the layers carry masks, whose zeros stay and count (replace=True drops the masks)")
     if config.budget is not None:
-        of_16_bits = any(limit.unit == "bytes" for limit in config.budget)
-        if of_16_bits and any(layer_plan.layer.parameter.element_size() != 2 for layer_plan in planned):
+        if config.budget.unit == "bytes" and any(
+            layer_plan.layer.parameter.element_size() != 2 for layer_plan in planned
+        ):
             notes.append(f"bytes are those of weights in 16 bits, which {config.runtime} takes: convert the model")
         way_out = " where losses can be measured; budget=None keeps the pattern" if config.budget.optional else ""
         notes.append(f"a budget of {config.budget} decides what each layer becomes{way_out}")

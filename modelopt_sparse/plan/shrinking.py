@@ -34,7 +34,7 @@ from modelopt_sparse.model.resize import (
     spans,
     twin_of,
 )
-from modelopt_sparse.plan.budget import Limit, parse_budget
+from modelopt_sparse.plan.budget import parse_budget
 from modelopt_sparse.plan.memory import estimated
 from modelopt_sparse.plan.options import SparsifyConfig, check_globs, first_match, quality_of
 from modelopt_sparse.plan.plan import Plan, memory_table
@@ -44,7 +44,7 @@ from modelopt_sparse.reports.values import Shrunk
 from modelopt_sparse.values import is_whole
 
 CRITERIA = ("gram", "norm", "minitron")  # of channels, and of experts; the first is the default
-EXPERT_CRITERIA = ("reap", "reap_sum", "frequency", "gate", "activation", "output")
+EXPERT_CRITERIA = ("reap", "reap_sum", "frequency")
 BLOCKS_BY = ("kl", "influence")
 MULTIPLES = (256, 128, 64, 32, 8)  # of a width, with multiple_of="auto": the first that moves it by no more than
 MOVED = 0.02  # of it, else the last
@@ -414,10 +414,10 @@ def _check_kept(choice: Mapping[str, Any], model: PreTrainedModel, planned: Plan
 
 def _within(model: PreTrainedModel, planned: Plan, asked: Asked) -> list[Sizes]:
     """The widest MLPs within a budget for each number of blocks that go, as long as any have to."""
-    limit, ceiling = _ceiling(model, asked.budget)
+    counted, ceiling = _ceiling(model, asked.budget)
 
     def cost(sizes: Sizes) -> int:
-        return costs(sizes.narrow(model, sizes.stay), *CALL)[UNITS[limit.unit]]
+        return costs(sizes.narrow(model, sizes.stay), *CALL)[counted]
 
     problems = []
     try:
@@ -448,21 +448,18 @@ def _within(model: PreTrainedModel, planned: Plan, asked: Asked) -> list[Sizes]:
     return fitting
 
 
-def _ceiling(model: PreTrainedModel, budget: Any) -> tuple[Limit, int]:
-    """The unit of a budget, and the most that it leaves."""
+def _ceiling(model: PreTrainedModel, budget: Any) -> tuple[str, int]:
+    """What a budget counts, by its name among costs, and the most that it leaves."""
     if isinstance(budget, str):
         budget = re.sub(r"([KMGT])B( bytes)?$", lambda match: f"{SCALES[match[1]]} bytes", budget.strip())
     parsed = parse_budget(budget, tuple(UNITS))
     assert parsed is not None
-    limit, *others = parsed
-    dense = costs(twin_of(model, {}), *CALL)
-    if others or UNITS[limit.unit] not in dense:
-        problem = "shrink takes one unit" if others else "calls of this model cannot be counted"
-        raise ValueError(f"budget={budget!r}: {problem}: give params, such as '70% params'")
-    whole = dense[UNITS[limit.unit]]
-    if (ceiling := limit.ceiling(whole)) >= whole:
-        raise ValueError(f"budget={budget!r}: the model has {whole:,} {limit.unit} already: give less")
-    return limit, ceiling
+    dense, counted = costs(twin_of(model, {}), *CALL), UNITS[parsed.unit]
+    if counted not in dense:
+        raise ValueError(f"budget={budget!r}: calls of this model cannot be counted: give params, such as '70% params'")
+    if (ceiling := parsed.ceiling(dense[counted])) >= dense[counted]:
+        raise ValueError(f"budget={budget!r}: the model has {dense[counted]:,} {parsed.unit} already: give less")
+    return counted, ceiling
 
 
 # what it will cost ----------------------------------------------------------------------------------------------------

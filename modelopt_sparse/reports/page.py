@@ -43,7 +43,6 @@ MAPS = 6  # masks that are drawn
 SCORES = 6  # on tasks, at the top; the table has all
 CORNER = 64  # rows and columns of a mask that are shown one by one
 CELLS = (96, 192)  # rows and columns of a map of a whole mask
-CHOSEN = ("by this criterion", "at random")  # experts that go
 NUMBER = re.compile(r"(?:^|(?<=\.))\d+(?=\.|$)")
 
 
@@ -443,15 +442,10 @@ def _shrunk(shrunk: Shrunk, by: str | None) -> list[Figure | None]:
         for expert in (stay if shrunk.scores.get(name) else ())
     ]
     empty = f"By {shrunk.criterion!r}, relative to the largest of the mixture. Empty: those that went."
-    shares, chosen = [*shrunk.shares], zip(CHOSEN, zip(*shrunk.shares.values()))
-    traces = [_points(who, shares, [*y]) for who, y in chosen]
-    axes = {"xaxis": _axis("of the experts off"), "yaxis": _axis("error", rangemode="tozero")}
-    mixtures = "Relative squared error of the mixtures' outputs, the mean, as is."
     return [
         Figure("kl", "Divergence after each step", held, [bars], layout) if shrunk.kl else None,
         _lines("shrunk", "Error by block", output, {"": errors}, "error", log=True),
         _map("stay", "Scores of the experts that stay", empty, scores, "score", "expert"),
-        Figure("shares", "Error without a share of the experts", mixtures, traces, axes),
     ]
 
 

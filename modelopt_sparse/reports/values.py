@@ -128,13 +128,10 @@ class Shrunk:
     errors: layer -> [as is, refit], the relative squared error of its output on the batches held back; of experts that
       of the mixture's output, or without refit [as is] on all batches, where tokens get nothing in the place of experts
       that go.
-    shares: share of the experts -> [error, as above, without those with the least scores, without as many at random],
-      the means over mixtures.
     tried: of each block that went, in turn: name of a block -> the divergence without it; by influence once: -> its
       influence.
     kl: step -> the divergence from the output of the model before, as `Distilled` has it, on the batches held back.
-    costs: "parameters", "bytes", "seconds of 1 x 128 tokens" and others -> [before, after]; "seconds of 1 x 128 tokens,
-      predicted": by parts of the model before.
+    costs: "parameters", "bytes", "seconds of 1 x 128 tokens" and others -> [before, after].
     """
 
     sizes: dict[str, list[int]]
@@ -143,7 +140,6 @@ class Shrunk:
     scores: dict[str, list[float]] = field(default_factory=dict)
     tokens: dict[str, list[int]] = field(default_factory=dict)
     errors: dict[str, list[float]] = field(default_factory=dict)
-    shares: dict[str, list[float]] = field(default_factory=dict)
     tried: list[dict[str, float]] = field(default_factory=list)
     kl: dict[str, float] = field(default_factory=dict)
     costs: dict[str, list[float]] = field(default_factory=dict)
@@ -157,7 +153,4 @@ class Shrunk:
             steps = ", ".join(f"{value:.4f} {step}" for step, value in self.kl.items())
             what, unit = in_words(divergence)
             said.append(f"{what} from the model before, on calibration batches held back, in {unit}: {steps}")
-        if self.shares:
-            errors = ", ".join(f"{share} {own:.4f} ({random:.4f})" for share, (own, random) in self.shares.items())
-            said.append(f"error of the mixtures' outputs without a share of the experts (at random): {errors}")
         return "; ".join(said)

@@ -1,5 +1,5 @@
-"""Where zeros go: shared out over the layers by OWL, or the plan that loses least within a budget, chosen by the losses
-of layers, and checked once against a plain one.
+"""Where zeros go: the plan that loses least within a budget, chosen by the losses of layers, and checked once against a
+plain one.
 
 A small change d of a layer's output moves the predictions by d^T E[g g^T] d / 2 nats, with g the gradient of -log p(y)
 by the output, labels y drawn from the predictions; squared errors likewise (accuracy/fisher.py). Outputs taken as
@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cache, cached_property, partial
 from itertools import pairwise
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from torch import Tensor
 
 from modelopt_sparse.accuracy.fisher import WEIGHED, Gradients, gradients_of, users_first, wants_metrics, with_metrics
 from modelopt_sparse.accuracy.tuning import BatchNumbers, called_with
-from modelopt_sparse.calibration.blocks import BlockTask, blocks_in_call_order
+from modelopt_sparse.calibration.blocks import blocks_in_call_order
 from modelopt_sparse.calibration.dense import run_dense
 from modelopt_sparse.calibration.forward import CalibrationData
 from modelopt_sparse.calibration.inputs import collect
@@ -36,12 +35,11 @@ from modelopt_sparse.calibration.run import Run
 from modelopt_sparse.calibration.sums import BY_SIZE, FEWER, DeferredStats, SharedInput, part_of
 from modelopt_sparse.distributed import Processes
 from modelopt_sparse.methods import METHODS
-from modelopt_sparse.methods import scores as wanda
 from modelopt_sparse.methods.base import Stats
 from modelopt_sparse.methods.patterns import NM, Pattern, Unstructured
 from modelopt_sparse.model.devices import offloaded
 from modelopt_sparse.model.output import OutputError, in_words
-from modelopt_sparse.plan.budget import DENSE, Budget, Limit, choose, parse_choice
+from modelopt_sparse.plan.budget import DENSE, Budget, choose, parse_choice
 from modelopt_sparse.plan.options import OF_OUTPUT, SparsifyConfig
 from modelopt_sparse.plan.plan import LayerPlan, Plan, takes_shape
 from modelopt_sparse.reports.report import Report
@@ -50,132 +48,12 @@ from modelopt_sparse.reports.values import Skipped
 from modelopt_sparse.solving.solve import solve_layers
 from modelopt_sparse.values import grouped
 
-# zeros of unstructured layers, shared out -----------------------------------------------------------------------------
-# Allocations only move sparsity between layers: the model has as many zeros as was asked for, or a few more.
-
-
-HIGHEST = 0.99  # no layer is pruned whole
-GRID = 10_000  # sparsities have four decimals
-
-
-def dense_inputs(
-    data: CalibrationData, layer_plans: Sequence[LayerPlan]
-) -> Iterator[tuple[BlockTask, list[SharedInput], Run]]:
-    """Block by block, the statistics of these layers' inputs in the dense model, which stays as it is; and the run that
-    they are collected in, whose weights of the block can be read."""
-    tuned = {"reconstruct": None, "distill": None, "permute": False, "polish": 0}
-    config = replace(data.run.config, **tuned, sequential="none", progress=False)
-    # the run itself notes what there is to say of inputs; with these notes nothing is warned of twice
-    report, plan = Report(notes=[FEWER, BY_SIZE]), replace(data.run.plan, layers=tuple(layer_plans))
-    run = replace(data.run, plan=plan, config=config, report=report)
-    for block in blocks_in_call_order(run, replace(data, run=run)):
-        inputs = block.inputs()
-        with inputs.on_device():
-            if not block.layer_plans:
-                inputs.advance()
-                continue
-            shared_inputs = collect(block.layer_plans, inputs, run, one_pass=block.one_pass)
-            if block.block is not None:
-                run.storage.load(block.block)
-            yield block, shared_inputs, run
-
-
-def allocated(data: CalibrationData) -> CalibrationData:
-    """Data whose run has a plan in which every unstructured layer has its own sparsity, by OWL. The model stays as it
-    is."""
-    run = data.run
-    zeros = sum(each.pattern.zeros_in(each.shape) for each in _unstructured(run.plan))
-    plan = allocate(run.plan, owl_sparsities(data), zeros)
-    run.processes.check_same({"the allocation": str(plan)}, "report this")
-    run.report.notes.append(f"zeros shared out over the layers by {run.config.allocation}")
-    return replace(data, run=replace(run, plan=plan))
-
-
-def owl_sparsities(data: CalibrationData, m: float = 5.0, lambda_: float = 0.08) -> dict[str, float]:
-    """OWL (Yin et al. 2024, arXiv 2310.05175): blocks with more outliers stay denser.
-
-    The outlier share of a block is the fraction of the scores |w| * ||x|| of all its layers that exceed ``m`` times
-    their common mean, as in the authors' code. Shares are scaled to [0, 2 lambda_] and taken off the sparsity, alike
-    for all layers of a block. A layer outside of the blocks counts as one.
-    """
-    share: dict[str, float] = {}
-    own = {each.name: each.pattern.sparsity for each in _unstructured(data.run.plan)}
-    wanted = [replace(each, needs="square_sums", steps=()) for each in _unstructured(data.run.plan)]
-    for block, shared_inputs, _ in dense_inputs(data, wanted):
-        scores = [score(each, shared.stats) for shared in shared_inputs for each in shared.layer_plans]
-        size = sum(each.numel() for each in scores)
-        mean = sum(float(each.double().sum()) for each in scores) / size
-        outliers = sum(int((each > m * mean).sum()) for each in scores) / size
-        share.update({each.name: outliers for each in block.layer_plans})
-    least = min(share.values())
-    spread = max(share.values()) - least
-    return {name: own[name] - (2 * lambda_ * (share[name] - least) / spread if spread else 0.0) for name in own}
-
-
-def score(layer_plan: LayerPlan, stats: object) -> Tensor:
-    """Wanda's score of a layer's weight as a matrix; 0 where its inputs say nothing."""
-    weight = layer_plan.layer.matrix(layer_plan.layer.values)
-    if not isinstance(stats, Stats):
-        return weight.abs() * 0
-    return wanda.score(weight, stats.with_dead_channels().square_sums)
-
-
-def allocate(plan: Plan, sparsities: Mapping[str, float], zeros: int) -> Plan:
-    """The plan with these sparsities in its unstructured layers, all shifted alike to have so many zeros.
-
-    Each is rounded, to four decimals or less, so that together they prune no fewer weights, and more by less than the
-    finest step of a layer (one weight of each row or matrix, or 0.0001 of it). None is above HIGHEST, or below the
-    zeros of a mask that stays. N:M layers stay as they are and do not count.
-    """
-    layers = _unstructured(plan)
-    by_row = [isinstance(each.pattern, Unstructured) and each.pattern.scope == "row" for each in layers]
-    sizes = [min(math.prod(each.shape[-1 if row else -2 :]), GRID) for each, row in zip(layers, by_row)]
-    present = [each.pattern_now.within for each in layers]
-    least = [0.0 if mask is None else 1 - int(mask.sum()) / mask.numel() for mask in present]
-    first = [math.ceil(share * size) for share, size in zip(least, sizes)]
-
-    def pattern(i: int, step: int) -> Unstructured:
-        return replace(layers[i].pattern, sparsity=round(step / sizes[i], 4))  # type: ignore[return-value]
-
-    def zeros_in(i: int, step: int) -> int:
-        return pattern(i, step).zeros_in(layers[i].shape)
-
-    def shifted(shift: float) -> list[int]:
-        wanted = (round((sparsities[each.name] + shift) * size) for each, size in zip(layers, sizes))
-        return [min(max(step, low), int(HIGHEST * size)) for step, low, size in zip(wanted, first, sizes)]
-
-    low, high = -1.0, 1.0
-    for _ in range(64):
-        middle = (low + high) / 2
-        enough = sum(map(zeros_in, range(len(layers)), shifted(middle))) >= zeros
-        low, high = (low, middle) if enough else (middle, high)
-    steps = shifted(high)
-    surplus = sum(map(zeros_in, range(len(layers)), steps)) - zeros
-    if surplus < 0:
-        raise ValueError(f"no layer is pruned by more than {HIGHEST:.0%}, which leaves more than is asked for")
-    lowered = True
-    while lowered:
-        lowered = False
-        excess = [step / size - sparsities[each.name] for each, step, size in zip(layers, steps, sizes)]
-        for i in sorted(range(len(layers)), key=lambda i: -excess[i]):
-            less = zeros_in(i, steps[i]) - zeros_in(i, steps[i] - 1) if steps[i] > first[i] else surplus + 1
-            if less <= surplus:
-                steps[i], surplus, lowered = steps[i] - 1, surplus - less, True
-    patterns = {each.name: pattern(i, steps[i]) for i, each in enumerate(layers)}
-    return replace(
-        plan, layers=tuple(replace(each, pattern=patterns.get(each.name, each.pattern)) for each in plan.layers)
-    )
-
-
-def _unstructured(plan: Plan) -> list[LayerPlan]:
-    return [layer_plan for layer_plan in plan.layers if isinstance(layer_plan.pattern, Unstructured)]
-
-
 # solutions that are only tried ----------------------------------------------------------------------------------------
 
 
 SOLVER = METHODS["sparsegpt"]
 SOLVED = 3  # levels of a layer
+GRID = 10_000  # levels have four decimals
 BYTES = 2  # of a weight: runtimes pack those in 16 bits, to which others are converted before
 Chosen = Mapping[str, Pattern | None]  # layer -> its pattern; None: dense
 Losses = dict[str, dict[Pattern | None, float]]  # layer -> choice -> divergence, such as nats per token
@@ -185,15 +63,29 @@ def solutions(
     data: CalibrationData, wanted: Mapping[str, Sequence[Pattern]]
 ) -> Iterator[tuple[LayerPlan, Stats | DeferredStats | None, Tensor]]:
     """SparseGPT's solution of each layer for each of the patterns that are ``wanted`` of it, on the first rows of the
-    user's data in the dense model: (plan of the pattern, whose name ends with it, statistics, weight as a matrix)."""
+    user's data in the dense model, which stays as it is: (plan of the pattern, whose name ends with it, statistics,
+    weight as a matrix)."""
+    data = data.only(users_first(data, WEIGHED))
     more: dict[str, Any] = {"method": SOLVER, "options": SOLVER.options, "needs": "gram", "steps": ()}
-    layers = [replace(each, **more) for each in data.run.plan.layers]
-    for _, shared_inputs, run in dense_inputs(data.only(users_first(data, WEIGHED)), layers):
-        for shared in shared_inputs:
-            pairs = [(each, pattern) for each in shared.layer_plans for pattern in wanted[each.name]]
-            tried = [replace(each, name=f"{each.name} at {pattern}", pattern=pattern) for each, pattern in pairs]
-            for solved in solve_layers([SharedInput(tried, shared.stats)], run):
-                yield solved.layer_plan, shared.stats, solved.solution.weight
+    plan = replace(data.run.plan, layers=tuple(replace(each, **more) for each in data.run.plan.layers))
+    untuned = {"reconstruct": None, "distill": None, "permute": False, "polish": 0}
+    config = replace(data.run.config, **untuned, sequential="none", progress=False)
+    # the run itself notes what there is to say of inputs; with these notes nothing is warned of twice
+    run = replace(data.run, plan=plan, config=config, report=Report(notes=[FEWER, BY_SIZE]))
+    for block in blocks_in_call_order(run, replace(data, run=run)):
+        inputs = block.inputs()
+        with inputs.on_device():
+            if not block.layer_plans:
+                inputs.advance()
+                continue
+            shared_inputs = collect(block.layer_plans, inputs, run, one_pass=block.one_pass)
+            if block.block is not None:
+                run.storage.load(block.block)
+            for shared in shared_inputs:
+                pairs = [(each, pattern) for each in shared.layer_plans for pattern in wanted[each.name]]
+                tried = [replace(each, name=f"{each.name} at {pattern}", pattern=pattern) for each, pattern in pairs]
+                for solved in solve_layers([SharedInput(tried, shared.stats)], run):
+                    yield solved.layer_plan, shared.stats, solved.solution.weight
 
 
 # losses ---------------------------------------------------------------------------------------------------------------
@@ -294,8 +186,8 @@ def divergences(data: CalibrationData, plans: Sequence[Chosen]) -> list[float]:
 class Table:
     """What the layers of a plan may become, what that loses, and what it costs.
 
-    config: says what bytes and milliseconds are counted by. rows: layer -> how many rows each of its matrices is
-    multiplied with in the dense model for a token, or for a sample of a net without tokens.
+    config: says what bytes are counted by, and which levels are open. rows: layer -> how many rows each of its matrices
+    is multiplied with in the dense model for a token, or for a sample of a net without tokens.
     """
 
     plan: Plan
@@ -320,7 +212,7 @@ class Table:
         return self.cost(unit, dict.fromkeys(self.losses))
 
     def cost(self, unit: str, chosen: Chosen) -> int:
-        """What all layers cost, in whole numbers: weights that stay, bytes, FLOPs of a token or sample, nanoseconds."""
+        """What all layers cost, in whole numbers: weights that stay, bytes, or FLOPs of a token or sample."""
         return sum(self._cost_of(unit, group, chosen) for group in self.groups)
 
     def _cost_of(self, unit: str, group: Sequence[LayerPlan], chosen: Chosen) -> int:
@@ -328,13 +220,10 @@ class Table:
         for each in group:
             choice = chosen[each.name]
             stay = each.size - _zeros(each, choice)
-            packed = isinstance(choice, NM) and (choice.n, choice.m) == (2, 4)
             if unit == "bytes":
+                packed = isinstance(choice, NM) and (choice.n, choice.m) == (2, 4)
                 packed = packed and takes_shape(each.shape)[str(self.config.runtime)]
                 total += stay * BYTES + stay // 4 if packed else each.size * BYTES  # two bits for each that stays
-            elif unit == "ms":
-                dense, sparse = (self.config.timings or {})[each.name]
-                total += round(1e9 * (min(dense, sparse) if packed else dense))
             else:
                 total += stay * (2 * self.rows.get(each.name, 0) if unit == "flops" else 1)
         return math.ceil(total)
@@ -343,9 +232,9 @@ class Table:
         """The sum of the losses of all layers, or of these; of a level that is no choice it is interpolated."""
         return sum(loss_at(self.losses[each.name], chosen[each.name]) for each in layers or self.plan.layers)
 
-    def ceilings(self, budget: Budget) -> dict[str, int]:
-        """Unit -> the most that it may cost."""
-        return {limit.unit: limit.ceiling(self.dense(limit.unit)) for limit in budget}
+    def ceiling(self, budget: Budget) -> int:
+        """The most that all layers may cost."""
+        return budget.ceiling(self.dense(budget.unit))
 
     def _of_choices(self, measure: Callable[[Sequence[LayerPlan], Chosen], float]) -> np.ndarray:
         """[N, K]: what is measured of each group with each of its choices."""
@@ -367,10 +256,9 @@ class Table:
         of_groups = zip(self.groups, self.choices, choice_N)
         return {each.name: choices[k] for group, choices, k in of_groups for each in group}
 
-    def best(self, ceilings: Mapping[str, int]) -> Chosen | None:
-        """The choice within the ceilings whose losses have the smallest sum; None if there is none."""
-        costs_BNK = np.stack([self.costs_NK(unit) for unit in ceilings])
-        choice_N = choose(self.losses_NK, costs_BNK, [*ceilings.values()])
+    def best(self, budget: Budget) -> Chosen | None:
+        """The choice within the budget whose losses have the smallest sum; None if there is none."""
+        choice_N = choose(self.losses_NK, self.costs_NK(budget.unit), self.ceiling(budget))
         return None if choice_N is None else self.named(choice_N)
 
     @cached_property
@@ -385,12 +273,12 @@ class Table:
         free = (each for each in self.plan.layers if each.choices == of_config(each))
         return {x.name: p for x in free if isinstance(p := next(filter(_is_level, x.choices), None), Unstructured)}
 
-    def plain(self, ceilings: Mapping[str, int]) -> dict[str, Chosen]:
+    def plain(self, budget: Budget) -> dict[str, Chosen]:
         """Title -> what one does without losses: one level in all layers that may have any, and in others the sparsest
         of their choices up to it; or, where none may, the cheapest choice from the first layer on, so that the last
         ones stay dense. Empty if that is not enough."""
-        cheapest = self.named(self.costs_NK(next(iter(ceilings))).argmin(1))
-        by_level = bool(self.open)
+        cheapest = self.named(self.costs_NK(budget.unit).argmin(1))
+        by_level, ceiling = bool(self.open), self.ceiling(budget)
 
         def up_to(choices: Sequence[Pattern | None], share: float) -> Pattern | None:
             by_share = sorted(choices, key=lambda choice: choice.sparsity if choice else 0.0)
@@ -404,7 +292,7 @@ class Table:
             return {name: None if name in some else choice for name, choice in cheapest.items()}
 
         def fits(step: int) -> bool:
-            return all(self.cost(unit, at(step)) <= ceiling for unit, ceiling in ceilings.items())
+            return self.cost(budget.unit, at(step)) <= ceiling
 
         steps = range(1, GRID) if by_level else range(len(self.groups) + 1)
         if (place := bisect_left(steps, True, key=fits)) == len(steps):
@@ -413,28 +301,14 @@ class Table:
         title = f"{100 * steps[place] / GRID:.3g}% in {where}" if by_level else "the last layers dense"
         return {title: at(steps[place])}
 
-    def filled(self, chosen: Chosen, ceilings: Mapping[str, int]) -> Chosen:
-        """The choice for zeros alone, with what its levels leave above them taken back from all levels alike that
-        rules leave open."""
-        plan = planned(self.plan, chosen)
-        free = [each for each in plan.layers if each.name in self.open and isinstance(each.pattern, Unstructured)]
-        if [*ceilings] != ["zeros"] or not free:
+    def filled(self, chosen: Chosen, budget: Budget) -> Chosen:
+        """The choice, and of one for zeros, what its levels have above them taken back from all levels alike that rules
+        leave open."""
+        if budget.unit != "zeros":
             return chosen
-        levels = {each.name: each.pattern.sparsity for each in free}
-        zeros = self.dense("zeros") - ceilings["zeros"]
-        fixed = sum(each.pattern.zeros_in(each.shape) for each in plan.layers if each.name not in levels)
-        shared = allocate(replace(plan, layers=tuple(free)), levels, max(zeros - fixed, 0))
-        return {**chosen, **{each.name: each.pattern for each in shared.layers}}
-
-    def within(self, loss: float) -> dict[str, int]:
-        """The most zeros at which the sum of losses is no more than ``loss``."""
-        size = self.dense("zeros")
-
-        def fits(step: int) -> bool:
-            chosen = self.best({"zeros": size * step // GRID})
-            return chosen is not None and self.loss(chosen) <= loss
-
-        return {"zeros": size * bisect_left(range(GRID), True, key=fits) // GRID}
+        free = [each for each in self.plan.layers if each.name in self.open]
+        levels = [(each, level) for each in free if isinstance(level := chosen[each.name], Unstructured)]
+        return {**chosen, **lowered(levels, self.ceiling(budget) - self.cost("zeros", chosen))}
 
 
 def _zeros(layer_plan: LayerPlan, choice: Pattern | None) -> int:
@@ -445,13 +319,45 @@ def _is_level(choice: Pattern | None) -> bool:
     return isinstance(choice, Unstructured)
 
 
+def lowered(levels: Sequence[tuple[LayerPlan, Unstructured]], surplus: int) -> dict[str, Unstructured]:
+    """Layer -> its level, all lowered alike until so many zeros are gone, but for less than the finest step of a layer:
+    one weight of each row or matrix, or 0.0001 of it."""
+    sizes = [min(math.prod(each.shape[-1 if level.scope == "row" else -2 :]), GRID) for each, level in levels]
+
+    def at(i: int, step: int) -> Unstructured:
+        level = levels[i][1]
+        return level if step == sizes[i] else replace(level, sparsity=round(step / sizes[i], 4))
+
+    def zeros_in(i: int, step: int) -> int:
+        return at(i, step).zeros_in(levels[i][0].shape)
+
+    def shifted(shift: int) -> list[int]:
+        exact = [(level.sparsity * size, (shift / 2**52 - 1) * size) for (_, level), size in zip(levels, sizes)]
+        return [min(max(round(now + more), 0), math.ceil(now)) for now, more in exact]
+
+    def zeros_of(steps: Sequence[int]) -> int:
+        return sum(map(zeros_in, range(len(levels)), steps))
+
+    zeros = sum(level.zeros_in(each.shape) for each, level in levels) - surplus
+    steps = shifted(bisect_left(range(2**53), True, key=lambda shift: zeros_of(shifted(shift)) >= zeros))
+    surplus, again = zeros_of(steps) - zeros, True
+    while again:
+        again = False
+        excess = [step / size - level.sparsity for (_, level), step, size in zip(levels, steps, sizes)]
+        for i in sorted(range(len(levels)), key=lambda i: -excess[i]):
+            less = zeros_in(i, steps[i]) - zeros_in(i, steps[i] - 1) if steps[i] else surplus + 1
+            if less <= surplus:
+                steps[i], surplus, again = steps[i] - 1, surplus - less, True
+    return {each.name: at(i, steps[i]) for i, (each, _) in enumerate(levels)}
+
+
 def planned(plan: Plan, chosen: Chosen) -> Plan:
     """The plan with the chosen patterns; layers that stay dense are skipped."""
     layers = tuple(replace(each, pattern=p) for each in plan.layers if (p := chosen[each.name]) is not None)
     dense = (each for each in plan.layers if chosen[each.name] is None)
     skipped = (Skipped(each.name, each.type, each.shape, "dense, by the budget") for each in dense)
     if not layers:
-        raise ValueError("budget: every layer may stay dense, and nothing is pruned: ask for less (of kl, allow more)")
+        raise ValueError("budget: every layer may stay dense, and nothing is pruned: ask for less")
     return replace(plan, layers=layers, skipped=(*plan.skipped, *skipped))
 
 
@@ -488,54 +394,33 @@ class NoLosses(ValueError):
     """What layers lose cannot be measured."""
 
 
-TRIES = 4  # plans that are measured for a budget of kl
-CLOSE = 0.95  # of that budget is close enough
 BEND = 0.75  # real KL = x * (1 + BEND * x), with x the sum of losses times a factor that measured plans give
 
 
 def decided(data: CalibrationData) -> tuple[CalibrationData, dict[str, Any]]:
-    """What each layer becomes, and what the report says of that; and the data, which knows the metrics that come from
-    the same gradients. For a budget of kl the most zeros whose measured KL is within it."""
-    budget, fitting = data.run.config.budget, []
+    """What the report says of the choice by losses, or, if that turns out worse on the batches held back, of the plain
+    plan; and the data, which knows the metrics that come from the same gradients."""
+    budget = data.run.config.budget
     assert budget is not None
     data, table = tabled(data)
-    goal, tries = (float(budget[0].amount), TRIES) if budget[0].unit == "kl" else (math.inf, 1)
-    wanted = aim = _unbent(goal * (1 + CLOSE) / 2)
-    for _ in range(tries):
-        said = _tried(data, table, table.within(wanted) if tries > 1 else table.ceilings(budget))
-        kl = said["tried"][said["taken"]][1]
-        fitting += [(kl, said)] if kl <= goal else []
-        if CLOSE * goal <= kl <= goal:
-            break
-        wanted *= aim / max(_unbent(kl), 1e-30)
-    if not fitting:
-        raise ValueError(f"budget='{budget}': the plans that were measured have more KL: give more, or finer choices")
-    _, said = max(fitting, key=itemgetter(0))
-    unit = budget[0].unit if budget[0].unit in SHARES else "zeros"
-    return data, {**said, "curve": _curve(table, unit, said["factor"])}
-
-
-def _tried(data: CalibrationData, table: Table, ceilings: Mapping[str, int]) -> dict[str, Any]:
-    """What the report says of the choice by losses, or, if that turns out worse on the batches held back, of the plain
-    plan."""
-    asked = str(data.run.config.budget)
-    if (chosen := table.best(ceilings)) is None:
-        least = [f"{table.costs_NK(unit).min(1).sum() / table.dense(unit):.1%} of {unit}" for unit in ceilings]
-        allowed = f"the choices leave at least {', '.join(least)} (each alone)".replace("of zeros", "of the weights")
-        raise ValueError(f"budget='{asked}': {allowed}: add sparser choices, or include layers")
-    plans = {"the choice by losses": chosen, **table.plain(ceilings)}
-    plans = {title: table.filled(plan, ceilings) for title, plan in plans.items()}
+    if (chosen := table.best(budget)) is None:
+        share = table.costs_NK(budget.unit).min(1).sum() / table.dense(budget.unit)
+        allowed = f"the choices leave at least {share:.1%} of {budget.unit.replace('zeros', 'the weights')}"
+        raise ValueError(f"budget='{budget}': {allowed}: add sparser choices, or include layers")
+    plans = {"the choice by losses": chosen, **table.plain(budget)}
+    plans = {title: table.filled(plan, budget) for title, plan in plans.items()}
     sums, measured = [table.loss(plan) for plan in plans.values()], divergences(data, [*plans.values()])
     taken, chosen = [*plans.items()][measured.index(min(measured))]
-    return {
-        "asked": asked,
+    factor = sum(map(_unbent, measured)) / max(sum(sums), 1e-30)
+    return data, {
+        "asked": str(budget),
         "taken": taken,
         **{name: by for name, by in data.run.report.settings.items() if name == "divergence"},
         "tried": {title: [total, kl] for title, total, kl in zip(plans, sums, measured)},
-        "costs": {unit: [table.cost(unit, chosen), ceiling] for unit, ceiling in ceilings.items()},
-        "factor": sum(map(_unbent, measured)) / max(sum(sums), 1e-30),
+        "costs": {budget.unit: [table.cost(budget.unit, chosen), table.ceiling(budget)]},
         "layers": {name: str(choice or DENSE) for name, choice in chosen.items()},
         "zeros": {each.name: _zeros(each, chosen[each.name]) / each.size for each in table.plan.layers},
+        "curve": _curve(table, budget.unit, factor),
     }
 
 
@@ -560,7 +445,7 @@ def tabled(data: CalibrationData) -> tuple[CalibrationData, Table]:
         blocks = run.plan.blocks if wants_metrics(run.config) else []
         gradients = gradients_of(data, blocks, [each.layer for each in run.plan.layers])
         if gradients is None:
-            raise NoLosses("no gradient of the output reaches the layers: give allocation='owl', or rules")
+            raise NoLosses("no gradient of the output reaches the layers: give output= that depends on them, or rules")
         data, losses = with_metrics(data, gradients), losses_of(data, gradients)
         if file is not None and run.processes.rank == 0:
             shapes = {each.name: list(each.shape) for each in run.plan.layers}
@@ -633,7 +518,7 @@ class BudgetCurve(Printed):
 
 
 def curve_of(data: CalibrationData) -> BudgetCurve:
-    """The curve of the first unit of ``config.budget``, with the choice for that budget. The model stays as it is."""
+    """The curve of the unit of ``config.budget``, with the choice for that budget. The model stays as it is."""
     _, said = decided(data)
     return BudgetCurve(**said["curve"], budget=said, layers=said["layers"])
 
@@ -642,8 +527,8 @@ def _curve(table: Table, unit: str, factor: float) -> dict[str, Any]:
     """See `BudgetCurve`. ``factor``: of the sum of losses, by the plans that were measured."""
 
     def kl(share: int, *, plain: bool = False) -> float | None:
-        ceilings = table.ceilings(Budget([Limit(unit, Fraction(share, 100), of_dense=True)]))
-        chosen = next(iter(table.plain(ceilings).values()), None) if plain else table.best(ceilings)
+        budget = Budget(unit, Fraction(share, 100), of_dense=True)
+        chosen = next(iter(table.plain(budget).values()), None) if plain else table.best(budget)
         total = None if chosen is None else factor * table.loss(chosen)
         return total and total * (1 + BEND * total)
 

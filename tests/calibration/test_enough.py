@@ -122,18 +122,13 @@ def test_detr_whose_decoder_starts_from_zeros_is_sparsified():
     mts.verify(model, "2:4")
 
 
-SHARED_OUT = [{"pattern": "50% per matrix", "allocation": "owl"}, {"budget": "50% zeros", "choices": "dense,40%,60%"}]
-
-
-@pytest.mark.parametrize("how", SHARED_OUT, ids=str)
-def test_zeros_are_shared_out_by_what_dead_channels_count(how):
+def test_a_budget_takes_layers_with_dead_channels():
     model = llama_with_dead_units()
-    mts.sparsify(model, "wanda", **how, data_loader=token_batches(), progress=False)
+    options: dict[str, Any] = {"budget": "50% zeros", "choices": "dense,40%,60%", "data_loader": token_batches()}
+    mts.sparsify(model, "wanda", **options, progress=False)
     for layer in mts.report(model).layers:
         if layer.name.endswith("down_proj"):
-            weight = model.get_submodule(layer.name).weight
-            assert layer.zeros == zeros_in(weight)
-            assert "budget" in how or weight[:, DEAD].any()
+            assert layer.zeros == zeros_in(model.get_submodule(layer.name).weight)
 
 
 def test_permutation_counts_the_share_that_wanda_keeps():
@@ -246,9 +241,9 @@ def test_inputs_too_small_for_the_sums_count_as_zeros(method):
     assert not mts.report(model).notes
 
 
-def test_allocation_takes_such_a_layer():
+def test_a_budget_takes_such_a_layer():
     model = silent()
-    options: dict[str, Any] = {"pattern": "50%", "allocation": "owl", "data_loader": vectors(), "progress": False}
+    options: dict[str, Any] = {"budget": "50% zeros", "data_loader": vectors(), "progress": False}
     with pytest.warns(UserWarning, match="nothing but zeros"):
         mts.sparsify(model, "wanda", **options)
     layers = mts.report(model).layers

@@ -334,10 +334,7 @@ def test_refused_before_any_work_with_what_to_do(tmp_path):
     source = saved(tmp_path / "dense", tiny_llama)
     data = {"data_loader": token_batches(2)}
     refused: list[tuple[dict[str, Any], str]] = [
-        (
-            {"pattern": 0.5, "allocation": "owl", **data},
-            r"allocation='owl' runs the whole model.*give a budget, or rules, or load the model",
-        ),
+        ({"distill": True, **data}, "distill runs the whole model, .*: leave it out, or load the model"),
         ({"forward_loop": lambda model: None}, "forward_loop runs the whole model, .* give data_loader= or data="),
         ({"include": ["lm_head"], **data}, "nothing to prune|lm_head"),
         ({"pattern": "2:4", "dampin": 1}, "option 'dampin' is not known"),

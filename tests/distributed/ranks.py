@@ -197,7 +197,6 @@ def more_options() -> Found:
         "five batches": sparse("llama", "sparsegpt", max_batches=5),
         "own data": sparse("llama", "sparsegpt", data_loader=own, split_data=False),
         "everything": sparse("llama", "sparsegpt", permute=True, polish=4, reconstruct=2),
-        "owl": sparse("llama", "wanda", pattern=0.5, allocation="owl"),
         "budget": sparse("llama", "wanda", budget="50% zeros", choices=["dense", "2:4", "40%", "60%"]),
         "best": sparse("llama", "sparsegpt", self_data=12, reconstruct=BEST, distill=1),
     }

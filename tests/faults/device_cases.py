@@ -34,7 +34,7 @@ WAYS = {
     "ria": ("ria", {}),
     "sparsegpt": ("sparsegpt", {}),
     "sparsegpt by stages": ("sparsegpt", {"sequential": "stage"}),
-    "sparsegpt, unstructured": ("sparsegpt", {"pattern": "60%", "allocation": "owl"}),
+    "sparsegpt, unstructured": ("sparsegpt", {"pattern": "60%"}),
     "alps": ("alps", {}),
     "permuted and polished": ("wanda", {"permute": True, "polish": True}),
     "reconstructed": ("sparsegpt", {"reconstruct": {"parts": "children", "epochs": 2}}),

@@ -468,7 +468,6 @@ STEPS = {
     "dense values": ("sparsegpt", {"update": False}),
     "1:4": ("sparsegpt", {"pattern": "1:4"}),
     "half": ("sparsegpt", {"pattern": 0.5}),
-    "owl": ("wanda", {"pattern": 0.5, "allocation": "owl"}),
     "budget": ("wanda", {"budget": "50% zeros", "choices": ["30%", "50%", "70%"]}),
     "no masks": ("wanda", {"enforce": False}),
 }

@@ -260,7 +260,7 @@ class OfPositive(nn.Linear):
 
 @pytest.mark.parametrize("method", ["wanda", "sparsegpt"])
 @pytest.mark.parametrize("kind", [Modulated, OfPositive])
-@pytest.mark.parametrize("option", [{}, {"allocation": "owl"}, {"reconstruct": {"epochs": 1}}])
+@pytest.mark.parametrize("option", [{}, {"budget": "50% zeros", "choices": "40%,50%"}, {"reconstruct": {"epochs": 1}}])
 def test_the_dense_run_finds_what_made_up_inputs_do_not_show(kind, method, option):
     torch.manual_seed(0)
     net, data = Strange(kind), [torch.randn(64, 16) for _ in range(2)]

@@ -21,7 +21,6 @@ OFF = {
     "polish": 0,
     "reconstruct": None,
     "distill": None,
-    "allocation": "uniform",
 }
 PATTERNS = ["2:4", "50%"]
 
@@ -199,7 +198,7 @@ def test_masks_that_do_not_fit(change, message):
 def test_masks_with_a_method_or_with_what_chooses_others():
     with pytest.raises(ValueError, match="masks= takes the place of a method"):
         mts.make_plan(tiny_llama(), "wanda", masks=some_masks())
-    for name, value in (("permute", True), ("allocation", "owl")):
+    for name, value in (("permute", True), ("budget", "35% zeros")):
         with pytest.raises(ValueError, match=f"masks= says which weights stay, and {name} would choose others"):
             mts.make_plan(tiny_llama(), masks=some_masks(), **{name: value})
 

@@ -318,7 +318,6 @@ def test_the_page_of_a_smaller_model_shows_what_went(tmp_path):
         kept={"experts": {names[0]: [0, 2], names[1]: [1, 2]}},
         scores={names[0]: [4.0, 1.0, 2.0], names[1]: [0.0, 5.0, 5.0]},
         errors={names[0]: [0.25], names[1]: [0.5]},
-        shares={"25.0%": [0.1, 0.2], "50.0%": [0.3, 0.4]},
         kl={"as is": 0.5, "reconstructed": 0.125},
         costs={"parameters": [1000.0, 750.0]},
     )
@@ -327,13 +326,12 @@ def test_the_page_of_a_smaller_model_shows_what_went(tmp_path):
     for text in ("num_experts 3 -&gt; 2", "<dd>66.7%</dd>", "<dd>75.0%</dd>", "0.5000 \N{RIGHTWARDS ARROW} 0.1250"):
         assert text in visible(page)
     found = figures(page)
-    assert list(found) == ["kl", "shrunk", "stay", "shares"]
+    assert list(found) == ["kl", "shrunk", "stay"]
     assert found["kl"]["traces"][0]["y"] == [0.5, 0.125]
     assert found["shrunk"]["traces"][0]["y"] == [0.25, 0.5]
     assert (found["stay"]["traces"][0]["y"], found["stay"]["traces"][0]["z"]) == (
         ["0", "1", "2"],
         [[1.0, None], [None, 1.0], [0.5, 1.0]],
     )
-    assert [trace["y"] for trace in found["shares"]["traces"]] == [[0.1, 0.3], [0.2, 0.4]]
-    report.shrunk = replace(report.shrunk, kl={"as is": 0.5}, scores={}, shares={}, errors={})
+    report.shrunk = replace(report.shrunk, kl={"as is": 0.5}, scores={}, errors={})
     assert list(figures(report.to_html(tmp_path / "less.html"))) == ["kl"]
