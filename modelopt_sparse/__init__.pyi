@@ -34,9 +34,6 @@ from .plan.planner import make_plan as make_plan
 from .plan.shrinking import ShrinkPlan as ShrinkPlan
 from .plan.shrinking import plan_shrink as plan_shrink
 from .reports.evaluate import Evaluation as Evaluation
-from .reports.evaluate import TaskScore as TaskScore
-from .reports.evaluate import TaskScores as TaskScores
-from .reports.evaluate import evaluate_tasks as evaluate_tasks
 from .reports.report import Report as Report
 from .reports.values import Shrunk as Shrunk
 from .runtime.convert import SpeedReport as SpeedReport

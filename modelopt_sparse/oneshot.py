@@ -17,7 +17,7 @@ from modelopt_sparse.calibration.blocks import blocks_in_call_order
 from modelopt_sparse.calibration.data import Call
 from modelopt_sparse.calibration.dense import run_dense
 from modelopt_sparse.calibration.forward import CalibrationData
-from modelopt_sparse.calibration.run import InMemory, Run, Storage, calibrating, refuse_non_finite
+from modelopt_sparse.calibration.run import InMemory, Run, Storage, calibrating, refuse_unusable
 from modelopt_sparse.distributed import Processes, is_sharded
 from modelopt_sparse.methods.base import Method
 from modelopt_sparse.model.devices import (
@@ -299,4 +299,4 @@ def _check(model: nn.Module, plan: Plan, config: SparsifyConfig, storage: Storag
                 "model to bfloat16 or float32, or leave reconstruct's masks='move' out"
             )
         if storage.resident:  # others are looked at when a block has its weights
-            refuse_non_finite(layer_plan.layer)
+            refuse_unusable(layer_plan.layer)

@@ -157,6 +157,7 @@ def _as_torchrun_does(monkeypatch) -> None:
 
 @pytest.mark.core
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft asks for it
+@pytest.mark.filterwarnings("ignore:You passed `quantization_config`:UserWarning")  # transformers, where it is needed
 @pytest.mark.parametrize("page", [_page(page) for page in PAGES])
 def test_every_snippet_runs(page, workplace, small_examples, monkeypatch, run):
     """Blocks of a page run in order, Python ones in one namespace; those of README by the commands as installed."""

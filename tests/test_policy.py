@@ -159,7 +159,7 @@ def test_third_party_imports_are_declared():
     declared = {"torch", "transformers", "accelerate", "safetensors", "tqdm", "psutil", "numpy", "yaml"}
     declared |= {"typer", "lazy_loader"}
     declared |= {"triton"}  # torch brings it along where it is used
-    declared |= {"plotly", "datasets", "lm_eval", "compressed_tensors"}  # of extras, or whose formats are read
+    declared |= {"plotly", "datasets"}  # of extras
     used = {name.partition(".")[0] for path in SOURCES for name in imports(path)}
     assert used - declared - set(sys.stdlib_module_names) - {"modelopt_sparse"} == set()
 

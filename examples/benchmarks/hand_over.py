@@ -1,10 +1,10 @@
-"""A sparse model on its way to be served: sparsify, eval with tasks, quantize, and verify the quantized folders.
+"""A sparse model on its way to be served: sparsify, eval, ask lm_eval, quantize, and verify what was quantized.
 
     python examples/benchmarks/hand_over.py
     python examples/benchmarks/hand_over.py --tools compressed_tensors,llmcompressor,torchao
 
-Zeros are counted in the codes. compressed-tensors is used where it is installed; the other two get an environment of
-their own. Exit code 1 if a folder that should be 2:4 is not.
+Zeros are counted in the dequantized weights. compressed-tensors is used where it is installed; the other two get an
+environment of their own. Exit code 1 if a folder that should be 2:4 is not.
 """
 
 import argparse
@@ -15,6 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
+from quantizing import DEQUANTIZED
 from safetensors.torch import save_file
 from tools import HERE, TITLES, Failed, Tools, last_line, machine
 
@@ -52,12 +53,16 @@ def main() -> int:
     work.mkdir(parents=True, exist_ok=True)
     sparse = work / "sparse"
     calibration = ["--data", TESTBED / "calibration.txt", "--num-samples", options.windows, "--seq-len", 512]
-    run("sparsify", options.model, "--out", sparse, "--overwrite", *calibration, "--dtype", "bfloat16", "--quiet")
+    calibration += ["--dtype", "bfloat16", "--quiet"]
+    run("modelopt_sparse", "sparsify", options.model, "--out", sparse, "--overwrite", *calibration)
     heldout = (TESTBED / "heldout.txt").read_text(encoding="utf-8")
     write_task(work / "tasks", heldout, options.questions)
     (work / "held.txt").write_text(heldout[: options.characters], encoding="utf-8")
-    measure = ["--data", work / "held.txt", "--seq-len", 512, "--tasks", "next_words", "--task-folder", work / "tasks"]
-    print(run("eval", sparse, "--reference", options.model, *measure))
+    measure = ["--data", work / "held.txt", "--seq-len", 512]
+    print(run("modelopt_sparse", "eval", sparse, "--reference", options.model, *measure))
+    for model in (options.model, sparse):
+        asked = ["--model", "hf", "--model_args", f"pretrained={model}", "--device", "cpu"]
+        print(run("lm_eval", *asked, "--tasks", "next_words", "--include_path", work / "tasks"))
 
     windows = torch.randint(2048, (16, 256), generator=torch.Generator().manual_seed(0))
     save_file({"windows": windows}, work / "windows")
@@ -70,20 +75,20 @@ def main() -> int:
             except Failed as error:
                 lines.append(f"| {TITLES[tool]} | {scheme} | failed: {error} | | |")
                 continue
-            holds, zeros = zeros_in(place)
+            holds, zeros = zeros_in(place / DEQUANTIZED)
             verdict = "yes" if holds else "NO"
             lines.append(f"| {TITLES[tool]} {cost['version']} | {scheme} | {verdict} | {kept:.2%} | {zeros:.2%} |")
             if holds == (scheme in LOSES):
                 lines.append(f"| | | not as expected of {scheme} | | |")
-    print("| tool | scheme | 2:4 | zeros before | zeros in the codes |\n| --- | --- | --- | ---: | ---: |")
+    print("| tool | scheme | 2:4 | zeros before | zeros after |\n| --- | --- | --- | ---: | ---: |")
     print("\n".join(lines))
     print(f"\n{machine()}; torch {torch.__version__}; Python {sys.version.split()[0]}")
     return int(any("not as expected" in line or "failed" in line for line in lines))
 
 
-def run(*arguments: object) -> str:
-    """What a command of modelopt-sparse prints. Raises SystemExit with its error."""
-    command = [sys.executable, "-m", "modelopt_sparse", *map(str, arguments)]
+def run(module: str, *arguments: object) -> str:
+    """What a module prints as a program. Raises SystemExit with its error."""
+    command = [sys.executable, "-m", module, *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(done.stderr)

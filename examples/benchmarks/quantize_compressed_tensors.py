@@ -11,6 +11,7 @@ from compressed_tensors.quantization import (
 )
 from compressed_tensors.quantization.utils import calculate_qparams
 from torch import nn
+from transformers import CompressedTensorsConfig
 
 SCHEMES = ("FP8_DYNAMIC", "W8A16", "W4A16", "W4A16_ASYM")
 
@@ -37,4 +38,4 @@ def quantize(model, windows, name, out):
 
 
 if __name__ == "__main__":
-    quantizing.main(quantize, "compressed-tensors")
+    quantizing.main(quantize, "compressed-tensors", quantization_config=CompressedTensorsConfig(run_compressed=False))

@@ -6,6 +6,7 @@ from llmcompressor import oneshot  # pyright: ignore[reportMissingImports] - in 
 from llmcompressor.modifiers.gptq import GPTQModifier  # pyright: ignore[reportMissingImports]
 from llmcompressor.modifiers.quantization import QuantizationModifier  # pyright: ignore[reportMissingImports]
 from torch.utils.data import DataLoader
+from transformers import CompressedTensorsConfig
 
 
 def quantize(model, windows, scheme, out):
@@ -19,4 +20,4 @@ def quantize(model, windows, scheme, out):
 
 
 if __name__ == "__main__":
-    quantizing.main(quantize, "llmcompressor")
+    quantizing.main(quantize, "llmcompressor", quantization_config=CompressedTensorsConfig(run_compressed=False))

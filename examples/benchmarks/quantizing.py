@@ -13,18 +13,23 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 Quantize = Callable[[Any, Tensor, str, Path], None]
+DEQUANTIZED = "dequantized"  # folder in the quantized one: its weights as `verify` takes them
 
 
-def main(quantize: Quantize, package: str) -> None:
-    """``quantize(model, windows, scheme, out)`` writes the folder."""
+def main(quantize: Quantize, package: str, **options: Any) -> None:
+    """``quantize(model, windows, scheme, out)`` writes the folder, ``options`` of ``from_pretrained`` dequantize it."""
     parser = argparse.ArgumentParser()
     parser.add_argument("model", type=Path, help="Hugging Face folder of the sparse model")
     parser.add_argument("windows", type=Path, help="safetensors file with token ids [n, seq_len] as 'windows'")
     parser.add_argument("out", type=Path)
     parser.add_argument("--scheme", required=True)
-    options = parser.parse_args()
+    given = parser.parse_args()
     torch.set_num_threads(1)
-    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.bfloat16)
-    quantize(model, load_file(options.windows)["windows"], options.scheme, options.out)
+    model = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.bfloat16)
+    quantize(model, load_file(given.windows)["windows"], given.scheme, given.out)
+    coded = AutoModelForCausalLM.from_pretrained(given.out, **options).state_dict()
+    dense = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.bfloat16)
+    dense.load_state_dict({name: tensor.dequantize() for name, tensor in coded.items()})  # torchao's are coded still
+    dense.save_pretrained(given.out / DEQUANTIZED)
     version = {"version": importlib.metadata.version(package)}
-    (options.out / "cost.json").write_text(json.dumps(version), encoding="utf-8")
+    (given.out / "cost.json").write_text(json.dumps(version), encoding="utf-8")

@@ -22,7 +22,7 @@ from modelopt_sparse.calibration.answers import random_states, shared_states
 from modelopt_sparse.calibration.calls import AtBlock, Calls, Order, WalkedCall
 from modelopt_sparse.calibration.data import Call, digest_of, rows_of
 from modelopt_sparse.calibration.forward import CalibrationData, NumberedCall, forward_context, input_hooks, input_key
-from modelopt_sparse.calibration.run import Run, refuse_non_finite
+from modelopt_sparse.calibration.run import Run, refuse_unusable
 from modelopt_sparse.calibration.trial import (
     CHANGES,
     Problem,
@@ -166,7 +166,7 @@ class DenseRun:
 
     def see(self, layer: Layer, inputs: tuple[Tensor, ...], token_mask: Tensor | None) -> None:
         if not self.data.run.storage.resident and layer.name not in self.inputs.order:
-            refuse_non_finite(layer)  # while its block has its weights
+            refuse_unusable(layer)  # while its block has its weights
         self.inputs.see(layer, inputs, token_mask)
         if self.data.run.config.budget is not None:
             self.rows.of[layer.name] = self.rows.of.get(layer.name, Fraction()) + _rows_of_a_matrix(layer, inputs)

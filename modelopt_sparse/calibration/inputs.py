@@ -6,13 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from modelopt_sparse.calibration.calls import AtBlock, Inputs
-from modelopt_sparse.calibration.forward import See
 from modelopt_sparse.calibration.run import Run
 from modelopt_sparse.calibration.sums import (
-    ENLARGED,
     ROWS,
     Collector,
     DeferredStats,
@@ -31,8 +28,6 @@ from modelopt_sparse.calibration.sums import (
     without_silent_experts,
 )
 from modelopt_sparse.methods.base import Stats
-from modelopt_sparse.model.adapters import RoutedAdapter
-from modelopt_sparse.model.layers import Layer
 from modelopt_sparse.plan.plan import LayerPlan
 
 # the statistics of layers' inputs -------------------------------------------------------------------------------------
@@ -42,16 +37,14 @@ def collect(layer_plans: Sequence[LayerPlan], inputs: Inputs, run: Run, *, one_p
     """The layers by shared input, each with its statistics; the same in all processes.
 
     With ``sequential="none"`` the calls go on through the dense block, in the same pass if it takes ``one_pass``.
-    Inputs that are too small for the sums are summed up again, enlarged. Layers that saw nothing but zeros are chosen
-    by size. Raises ValueError for a layer that no token has reached, or data that is not finite.
+    Layers that saw nothing but zeros, or what is as small, are chosen by size. Raises ValueError for a layer that no
+    token has reached, or data that is not finite.
     """
     goes_on = run.config.sequential == "none" and isinstance(inputs, AtBlock)
     if all(layer_plan.needs == "nothing" for layer_plan in layer_plans) and not goes_on:
         return [SharedInput([layer_plan], None) for layer_plan in layer_plans]
     at_once = goes_on and one_pass and not run.config.deterministic  # exact sums may take a second pass
     groups = sum_up(layer_plans, inputs, _collector(layer_plans, share=True), run, go_on=at_once)
-    if not at_once:
-        groups = with_small_inputs(layer_plans, inputs, groups, run)
     reached = {name for names, stats in groups for name in names if stats.tokens}
     groups = [(names, _with_few_tokens(layer_plans, inputs, names, stats, run)) for names, stats in groups]
     if goes_on and not at_once:
@@ -85,16 +78,15 @@ def sum_up(
     run: Run,
     *,
     go_on: bool = False,
-    see: See | None = None,
 ) -> Groups:
-    """What the ``collector`` sums up over all calls of all processes; ``see`` changes what it sees.
+    """What the ``collector`` sums up over all calls of all processes.
 
     If layers share an input in some calls only, each sums for itself in another pass; raises ValueError if the calls
     ``go_on``, so that there is none.
     """
     sums = SumsOfAllProcesses(collector, run)
     while True:
-        inputs.collect(layer_plans, see or collector.see, sums.next_call, go_on=go_on)
+        inputs.collect(layer_plans, collector.see, sums.next_call, go_on=go_on)
         groups = sums.groups()
         if groups is not None:
             break
@@ -106,27 +98,6 @@ def sum_up(
             sums = SumsOfAllProcesses(collector, run)
     place = {layer_plan.name: number for number, layer_plan in enumerate(layer_plans)}
     return sorted(groups, key=lambda group: place[group[0][0]])
-
-
-def with_small_inputs(layer_plans: Sequence[LayerPlan], inputs: Inputs, groups: Groups, run: Run) -> Groups:
-    """Statistics in which inputs that were too small for the sums are enlarged, in another pass; not those of experts,
-    which are filled up from others."""
-    small = {
-        name for names, stats in groups if stats.tokens and says_nothing(stats.square_sums).all() for name in names
-    }
-    again = [each for each in layer_plans if each.name in small and each.layer.mixture is each.layer.router is None]
-    again = [each for each in again if not isinstance(each.layer.adapter, RoutedAdapter)]
-    if not again:
-        return groups
-    collector = _collector(again, share=False)
-
-    def see(layer: Layer, small_inputs: tuple[Tensor, ...], token_mask: Tensor | None) -> None:
-        larger = (x.to(torch.promote_types(x.dtype, torch.float32)) * ENLARGED for x in small_inputs)
-        collector.see(layer, tuple(larger), token_mask)
-
-    enlarged = sum_up(again, inputs, collector, run, see=see)
-    names_again = {name for names, _ in enlarged for name in names}
-    return [*((names, stats) for names, stats in groups if names_again.isdisjoint(names)), *enlarged]
 
 
 def _collector(layer_plans: Sequence[LayerPlan], *, share: bool, all_tokens: Sequence[int] = ()) -> Collector:

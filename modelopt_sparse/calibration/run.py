@@ -1,6 +1,7 @@
 """One run of `sparsify`: what each of its parts needs, where weights and activations are held, and the modes that the
 model is in."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -24,11 +25,18 @@ class Unreadable(ValueError):
     """The weights of a block cannot be read, now that they are needed."""
 
 
-def refuse_non_finite(layer: Layer) -> None:
-    """Raise `Unreadable` for a weight that holds NaN or inf."""
-    if not torch.isfinite(layer.values).all():
+LARGEST = 2.0**40  # of a weight: far beyond those of any model, and sums of its squares are far from overflowing
+
+
+def refuse_unusable(layer: Layer) -> None:
+    """Raise `Unreadable` for a weight that holds NaN, inf, or values whose squares may overflow."""
+    low, high = map(float, layer.values.aminmax())
+    if not math.isfinite(largest := max(-low, high)):
         advice = "repair the checkpoint or exclude it (modelopt-sparse finalize, if NaN stands for pruned weights)"
         raise Unreadable(f"layer {layer.name!r}: its weight holds NaN or inf: {advice}")
+    if largest > LARGEST:
+        why = f"its weight holds {largest:.3g}, and more than 2^40 is not squared"
+        raise Unreadable(f"layer {layer.name!r}: {why}: repair the checkpoint or exclude it")
 
 
 class Storage(ABC):

@@ -110,11 +110,6 @@ def _add_half_precision(total: Tensor, left: Tensor, right: Tensor) -> None:
 FEWER = "fewer than its inputs"
 
 
-# Makes float32 numbers with `says_nothing` so large that their squares are in range, down to the smallest that there
-# are. Masks and relative errors do not depend on the scale of an input.
-ENLARGED = 2.0**100
-
-
 def says_nothing(square_sums: Tensor) -> Tensor:
     """Square sums ``[..., C]`` -> bool ``[...]``: all zero, or so small that the least numbers which their dtype has
     are no longer far below the rounding errors of the largest of them."""

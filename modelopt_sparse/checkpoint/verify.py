@@ -1,6 +1,6 @@
 """`verify`: do the weights of a model, or of a folder, hold their pattern?"""
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from modelopt_sparse.checkpoint.folder import DESCRIPTION, Read, masks_of, rewritten, weight_reader
+from modelopt_sparse.checkpoint.folder import DESCRIPTION, masks_of, rewritten, weight_reader
 from modelopt_sparse.checkpoint.workfolder import STARTED
 from modelopt_sparse.methods.patterns import Pattern, Unstructured, parse_pattern
 from modelopt_sparse.methods.scores import Magnitude
 from modelopt_sparse.model.devices import stored
 from modelopt_sparse.model.forwards import OTHER
-from modelopt_sparse.model.hf import empty_model, quantization_of, unloaded
+from modelopt_sparse.model.hf import codes_in, empty_model, quantization_of, refuse_codes, unloaded
 from modelopt_sparse.model.layers import Layer, as_row, find_layers, usable
 from modelopt_sparse.model.masking import named_masks
 from modelopt_sparse.plan.options import SparsifyConfig
@@ -102,15 +102,13 @@ def verify(
     - without a report, those that carry masks;
     - without masks either, all layers that `sparsify` prunes by default.
 
-    In a quantized folder the codes are looked at: a pruned weight's must be that of the number 0. Rounding adds zeros,
-    which break no pattern.
-
     The files of a folder are compared with the SHA-256 in its ``sparsity.json``, unless ``hashes`` is False.
 
     All other masks, those of biases and embeddings too, are checked for zeros where they are False.
 
     Raises PatternError, a ValueError, that names the layers that fail. Raises ValueError for a folder that cannot be
-    read or is damaged, for packed layers, and if neither a pattern nor a report is there.
+    read, is damaged or is quantized, for packed layers and those that hold codes, and if neither a pattern nor a report
+    is there.
 
     >>> len(mts.verify("sparse-model", pattern="2:4").layers)
     14
@@ -123,6 +121,8 @@ def verify(
     else:
         model, read, masks, record, files = _open(Path(model), trust_remote_code, hashes)
     expected = [*_expected(model, masks, record, asked)]
+    for layer, _ in expected:
+        refuse_codes(model, layer.name, layer.parameter)
     checked = [_look(layer, read(layer), masks.get(layer.parameter_name), held_to) for layer, held_to in expected]
     unmasked = set() if record is None else record.unmasked(masks)
     checked = [replace(each, note=UNMASKED) if each.name in unmasked else each for each in checked]
@@ -225,12 +225,13 @@ def _open(
     if not (folder / "config.json").is_file():
         raise ValueError(f"{str(folder)!r} holds no config.json: restore it into its model and verify that")
     model = empty_model(folder, trust_remote_code=trust_remote_code)
+    if quantization_of(getattr(model, "config", None)) is not None:
+        raise ValueError(
+            f"{str(folder)!r} is {codes_in(model)}: load it dequantized with transformers, verify the model"
+        )
     names, from_file = weight_reader(folder)
     if said := rewritten(names, model.state_dict()):
         raise ValueError(f"{str(folder)!r}: {said}, and verify that")
-    quantization = quantization_of(getattr(model, "config", None))
-    if quantization is not None:
-        return model, lambda layer: _codes(layer, names, from_file, quantization), masks, record, files
     if names.issuperset(layer.parameter_name for layer in find_layers(model)[0]):
 
         def read(layer: Layer, /) -> Tensor:
@@ -245,50 +246,3 @@ def _open(
     if problems := unloaded(info):
         raise ValueError(f"{str(folder)!r} does not hold a whole {type(model).__name__}: {first_few(problems)}")
     return model, lambda layer: layer.parameter.detach(), masks, record, files
-
-
-# quantized folders ----------------------------------------------------------------------------------------------------
-#
-# Weights are read as codes whose zeros are the zeros of the weights, so the scales are not needed. A symmetric format
-# writes the number 0 as the code 0. One with zero points writes it as the zero point of its row or group, which is
-# subtracted here.
-
-
-def _codes(layer: Layer, names: Collection[str], read: Read, quantization: Mapping[str, Any]) -> Tensor:
-    """A layer's codes, in float32, from a folder with the tensors ``names``; ``quantization``: the folder's settings.
-
-    Raises ValueError for a format that is not read, and where compressed-tensors, which unpacks its own format, is not
-    installed.
-    """
-    name = layer.parameter_name
-    module, _, parameter = name.rpartition(".")
-    for place in (name, f"{module}._{parameter}_qdata", f"{name}_qdata"):
-        stored = read(place) if place in names else None
-        if stored is not None and stored.shape == layer.parameter.shape:
-            return _without_offset(stored.float(), read(f"{name}_zero_point"))
-    packed, shape, offset = (read(f"{name}_{what}") for what in ("packed", "shape", "zero_point"))
-    groups = (quantization.get("config_groups") or {}).values()
-    widths = {(group.get("weights") or {}).get("num_bits") for group in groups if isinstance(group, Mapping)}
-    bits = widths.pop() if len(widths) == 1 else None  # they do not agree
-    if packed is None or shape is None or packed.dtype != torch.int32 or bits is None:
-        method = quantization.get("quant_method")
-        raise ValueError(f"layer {layer.name!r}: its codes ({method}) are in a form that is not read: dequantize them")
-    try:
-        from compressed_tensors.compressors import unpack_from_int32  # only where a folder is packed
-    except ImportError:
-        raise ValueError(f"layer {layer.name!r} is packed: pip install compressed-tensors, to unpack it") from None
-    whole = torch.Size(shape.tolist())
-    if offset is not None and offset.dtype == torch.int32:
-        rows = torch.Size((whole[0], offset.shape[-1]))
-        offset = unpack_from_int32(offset, bits, rows, packed_dim=0)
-    return _without_offset(unpack_from_int32(packed, bits, whole).float(), offset)
-
-
-def _without_offset(codes: Tensor, offset: Tensor | None) -> Tensor:
-    """Codes [R, C] minus their zero points: [R, G] for G groups of columns, [R] for rows, or one for all."""
-    if offset is None:
-        return codes
-    offset = offset.float()
-    if offset.dim() < 2:
-        return codes - offset.view(-1, 1)
-    return codes - offset.repeat_interleave(-(-codes.shape[-1] // offset.shape[-1]), -1)[:, : codes.shape[-1]]

@@ -480,18 +480,11 @@ def _shrunk(source: "NamedModel", settings: dict[str, Any], out: Path, overwrite
 @command
 def eval_(
     source: "NamedModel",
-    data: str | None = Option(
-        None,
-        metavar="FILE",
-        help="Held-out text: .txt, .jsonl, a folder, or a data set, such as wikitext2. Perplexity.",
-    ),
+    data: Annotated[
+        str, Option(metavar="FILE", help="Held-out text: .txt, .jsonl, a folder, or a data set, such as wikitext2.")
+    ],
     reference: str | None = Option(None, help="The dense model: measured too, and the KL from it."),
     special_tokens: bool = Option(False, "--special-tokens", help="Put the tokenizer's before the text, as papers do."),
-    tasks: str | None = Option(None, metavar="A,B", help="Tasks of lm-evaluation-harness, such as arc_easy,hellaswag."),
-    task_folder: Path | None = Option(None, metavar="DIR", help="YAML files of further tasks, for --tasks."),
-    shots: int | None = Option(None, help="Examples before each question. Default: the task's."),
-    limit: int | None = Option(None, help="Ask no more questions of a task than this."),
-    chat_template: bool = Option(False, "--chat-template", help="Ask in the tokenizer's chat template."),
     seq_len: SeqLen = None,
     batch_size: BatchSize = None,
     output: Output = None,
@@ -500,27 +493,19 @@ def eval_(
     progress: Progress = None,
     as_json: Json = False,
 ) -> None:
-    """Measure MODEL's perplexity on text, and scores on tasks. With --reference also the dense model's, and the KL."""
+    """Measure MODEL's perplexity on text. With --reference also the dense model's, and the KL."""
     from modelopt_sparse.cli.inputs import NamedModel, settings_of, tokens_in
 
-    if data is None and tasks is None:
-        raise ValueError("nothing to measure: give --data FILE, for perplexity, or --tasks A,B")
     flags = {"output": output, "divergence": divergence, "seq_len": seq_len, "batch_size": batch_size}
     settings = settings_of(source, device=device, progress=progress, **flags)
     beside = None if reference is None else NamedModel(reference, source.dtype, None, **source.remote)
-    tokens = None if data is None else tokens_in(data, source.tokenizer, special_tokens=special_tokens)
+    tokens = tokens_in(data, source.tokenizer, special_tokens=special_tokens)
     place = "cpu" if device is None else device
-    network, dense = source.load(place), None if beside is None else beside.load(place)
-    evaluation = None if tokens is None else _evaluate(network, dense, tokens, settings)
-    scores = None
-    if tasks is not None:
-        more = {"task_folder": task_folder, "shots": shots, "limit": limit, "chat_template": chat_template}
-        scores = mts.evaluate_tasks(network, source.tokenizer, tasks, reference=dense, batch_size=batch_size, **more)
+    evaluation = _evaluate(source.load(place), None if beside is None else beside.load(place), tokens, settings)
     if as_json:
-        values = {} if evaluation is None else evaluation.as_dict()
-        _print_json(values if scores is None else {**values, "tasks": scores.as_dict()})
+        _print_json(evaluation.as_dict())
     else:
-        typer.echo("\n\n".join(str(each) for each in (evaluation, scores) if each is not None))
+        typer.echo(evaluation)
 
 
 def _evaluate(
@@ -563,23 +548,25 @@ def report(
         None, metavar="FILE", help="Write a page with plots and tables, and print only its name."
     ),
     compare: Path | None = Option(None, metavar="DIR", help="With --html: another folder, shown side by side."),
-    evaluation: Path | None = Option(
-        None, metavar="FILE", help="What eval --json printed of the model in DIR: shown as well."
+    evaluation: list[Path] | None = Option(
+        None,
+        metavar="FILE",
+        help="What eval --json printed of the model in DIR, or lm_eval wrote: shown as well. May be repeated.",
     ),
     overwrite: bool = Option(False, "--overwrite", help="Replace a page that is there."),
     all_rows: AllRows = False,
     as_json: Json = False,
 ) -> None:
     """Show what was done to the model in DIR. Per layer: recipe, pattern, zeros, error and time."""
-    from modelopt_sparse.cli.inputs import read_evaluation
+    from modelopt_sparse.cli.inputs import add_evaluation
 
     if html is not None and html.exists() and not overwrite:
         raise ValueError(f"--html {str(html)!r} exists: --overwrite replaces it, or give another path")
     if compare is not None and html is None:
         raise ValueError("--compare goes with --html FILE: two runs are shown side by side on a page")
     result = mts.report(folder)
-    if evaluation is not None:
-        result.evaluation, result.tasks = read_evaluation(evaluation)
+    for file in evaluation or ():
+        add_evaluation(result, file)
     if html is not None:
         if any(place and html.resolve().is_relative_to(place.resolve()) for place in (folder, compare)):
             raise ValueError(f"--html {str(html)!r} is inside of the model's folder: give a path beside it")

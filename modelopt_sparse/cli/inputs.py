@@ -22,6 +22,7 @@ from modelopt_sparse.checkpoint.streamed import local_folder
 from modelopt_sparse.distributed import own_device
 from modelopt_sparse.model.hf import empty_model, model_class, quantization_of
 from modelopt_sparse.plan.options import SELF, is_data_set
+from modelopt_sparse.reports.evaluate import task_scores
 from modelopt_sparse.values import read_yaml
 
 # errors of the input: one line and an exit code, no traceback
@@ -98,19 +99,19 @@ def tokens_in(name: str, tokenizer: Any, *, special_tokens: bool = False) -> Ten
     return tokens_of(data_of(name, "test"), tokenizer, special_tokens=special_tokens)
 
 
-def read_evaluation(path: Path) -> tuple[mts.Evaluation | None, mts.TaskScores | None]:
-    """What `eval --json` printed, from a file. Raises ValueError for anything else."""
+def add_evaluation(report: mts.Report, path: Path) -> None:
+    """Put what `eval --json` printed, or lm_eval wrote, into a report. Raises ValueError for any other file."""
     try:
         measured = json.loads(path.read_text(encoding="utf-8"))
-        tasks = measured.pop("tasks", None)
-        if not measured and tasks is None:
-            raise ValueError("it is empty")
-        return (
-            mts.Evaluation.from_dict(measured) if measured else None,
-            None if tasks is None else mts.TaskScores.from_dict(tasks),
-        )
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise ValueError(f"--evaluation {str(path)!r} is not what `eval --json` printed: {error}") from None
+        if "results" not in measured:
+            report.evaluation = mts.Evaluation.from_dict(measured)
+        elif [*task_scores(measured["results"])]:
+            report.tasks = measured["results"]
+        else:
+            raise ValueError("its results hold no score")
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        what = "neither what `eval --json` printed nor results of lm_eval"
+        raise ValueError(f"--evaluation {str(path)!r} is {what}: {error}") from None
 
 
 class NamedModel:

@@ -161,6 +161,12 @@ def codes_in(model: nn.Module) -> str:
     return "quantized" if quantization is None else f"quantized ({method_of(quantization)})"
 
 
+def refuse_codes(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Raise ValueError if the parameter of this layer of a model holds codes."""
+    if holds_codes(parameter):
+        raise ValueError(f"layer {name!r} holds codes, {codes_in(model)}: load the model dequantized")
+
+
 def forget_quantization(config: Any) -> None:
     """Delete the quantization settings from a config."""
     for part in parts_of(config):

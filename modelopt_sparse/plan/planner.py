@@ -14,7 +14,7 @@ from modelopt_sparse.methods.base import NEEDS, Method
 from modelopt_sparse.methods.patterns import NM, Pattern, Unstructured, parse_pattern
 from modelopt_sparse.methods.scores import GivenMask
 from modelopt_sparse.model.adapters import RoutedAdapter
-from modelopt_sparse.model.hf import codes_in, holds_codes, quantization_of, refuse_longer_windows
+from modelopt_sparse.model.hf import codes_in, holds_codes, quantization_of, refuse_codes, refuse_longer_windows
 from modelopt_sparse.model.layers import (
     OUTSIDE,
     Layer,
@@ -167,8 +167,7 @@ def _decide(
             return outcome
         layer_method, pattern = outcome
 
-    if holds_codes(layer.parameter):
-        raise ValueError(f"layer {layer.name!r} holds codes, {codes_in(model)}: load the model dequantized")
+    refuse_codes(model, layer.name, layer.parameter)
     columns = layer.columns(layer.parameter)
     choices = tuple(choice for choice in choices if choice is None or not choice.misfit(columns))
     pattern = next(filter(None, choices), pattern)  # until the budget decides

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from modelopt_sparse.model.output import in_words
-from modelopt_sparse.reports.evaluate import Evaluation, TaskScores
+from modelopt_sparse.reports.evaluate import Evaluation, TaskScore, task_scores
 from modelopt_sparse.reports.text import write_whole
 from modelopt_sparse.reports.values import ERROR_FROM, BlockReport, Distilled, LayerReport, Shrunk, Skipped
 
@@ -40,6 +40,7 @@ ARROW = "\N{RIGHTWARDS ARROW}"
 PLACES = 5  # significant digits of numbers in tables
 ROLES = 10  # lines of one figure; further roles become one line
 MAPS = 6  # masks that are drawn
+SCORES = 6  # on tasks, at the top; the table has all
 CORNER = 64  # rows and columns of a mask that are shown one by one
 CELLS = (96, 192)  # rows and columns of a map of a whole mask
 CHOSEN = ("by this criterion", "at random")  # experts that go
@@ -59,7 +60,7 @@ class Run(Protocol):
     distillation: Distilled | None
     peak_memory: dict[str, int]
     evaluation: Evaluation | None
-    tasks: TaskScores | None
+    tasks: dict[str, dict[str, Any]] | None
     shrunk: Shrunk | None
 
     @property
@@ -256,9 +257,8 @@ def cost_of(report: Run) -> dict[str, tuple[str, str]]:
         cost["perplexity"] = (value, words)
         if measured.kl is not None:
             cost["KL from dense"] = (f"{measured.kl:.4f}", "nats per token")
-    for task, metric, dense, sparse, recovery, _ in () if report.tasks is None else report.tasks.rows()[-1:]:
-        words = f"dense {dense}" + (f", {recovery} recovered" if recovery else "") if dense else "sparse"
-        cost[f"{metric}, {task}"] = (sparse, words)
+    for score in [*task_scores(report.tasks or {})][:SCORES]:
+        cost[f"{score.metric}, {score.task}"] = (str(score), "")
     errors = [(layer.errors[-1], layer.name) for layer in layers if layer.errors]
     if errors:
         worst, name = max(errors)
@@ -311,13 +311,6 @@ Cell = Callable[[Any], str | float | None]  # of a row of a table
 
 def _tables(report: Run) -> list[Table]:
     """A row for each score, each layer, each block, and each weight that stays dense."""
-    scores: dict[str, Cell] = {
-        **_fields("task", "metric"),
-        "dense": attrgetter("reference"),
-        "sparse": attrgetter("score"),
-        "% recovery": lambda score: None if score.recovery is None else 100 * score.recovery,
-        **_fields("stderr", "shots", "samples"),
-    }
     errors: dict[str, Cell] = {
         f"error after {step}": partial(_error_after, step=step) for step in _steps_of(report.layers)
     }
@@ -342,7 +335,7 @@ def _tables(report: Run) -> list[Table]:
         "notes": _notes,
     }
     return [
-        _table("tasks", "Scores on tasks", () if report.tasks is None else report.tasks.scores, scores),
+        _table("tasks", "Scores on tasks", [*task_scores(report.tasks or {})], _fields(*TaskScore._fields)),
         _table("layers", "Layers", report.layers, layers),
         _table("blocks", "Reconstructed blocks", report.blocks, blocks),
         _table("skipped", "What stays dense", report.skipped, {**_fields("name", "reason", "type"), "shape": _shape}),

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from modelopt_sparse import __version__
 from modelopt_sparse.model.output import in_words
-from modelopt_sparse.reports.evaluate import Evaluation, TaskScores
-from modelopt_sparse.reports.text import Column, Printed, by_reason, counted, paragraph, rows_of
+from modelopt_sparse.reports.evaluate import Evaluation, task_scores
+from modelopt_sparse.reports.text import Column, Printed, by_reason, counted, paragraph, rows_of, table
 from modelopt_sparse.reports.values import (
     DISTILLED,
     ERROR_FROM,
@@ -46,7 +46,8 @@ class Report(Printed):
     distillation: what distilling the whole model did, or None.
     peak_memory: device -> the most bytes that the process of the last run held there in its life.
     seconds: part of the last run -> how long it took, by the clock.
-    evaluation, tasks: measurements of the model after the last run, if they were put there.
+    evaluation: what `evaluate` said of the model after the last run, if it was put there.
+    tasks: the same of lm-evaluation-harness: the ``results`` in the JSON that it writes.
     shrunk: what `shrink` took away before, or None.
     """
 
@@ -62,7 +63,7 @@ class Report(Printed):
     peak_memory: dict[str, int] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     evaluation: Evaluation | None = None
-    tasks: TaskScores | None = None
+    tasks: dict[str, dict[str, Any]] | None = None
     shrunk: Shrunk | None = None
 
     # while the run goes on
@@ -152,8 +153,8 @@ class Report(Printed):
 
     def as_dict(self) -> dict[str, Any]:
         skipped = [weight.as_dict() for weight in self.skipped]
-        evaluation, tasks = (None if each is None else each.as_dict() for each in (self.evaluation, self.tasks))
-        values = {**asdict(self), "skipped": skipped, "evaluation": evaluation, "tasks": tasks}
+        evaluation = None if self.evaluation is None else self.evaluation.as_dict()
+        values = {**asdict(self), "skipped": skipped, "evaluation": evaluation}
         return values if self.shrunk is not None else {key: each for key, each in values.items() if key != "shrunk"}
 
     @classmethod
@@ -164,7 +165,7 @@ class Report(Printed):
         values["skipped"] = tuple(
             Skipped(**{**each, "shape": tuple(each["shape"])}) for each in data.get("skipped", ())
         )
-        parts: dict[str, Any] = {"evaluation": Evaluation.from_dict, "tasks": TaskScores.from_dict}
+        parts: dict[str, Any] = {"evaluation": Evaluation.from_dict}
         parts |= {"distillation": lambda part: Distilled(**part), "shrunk": lambda part: Shrunk(**part)}
         values |= {name: make(data[name]) for name, make in parts.items() if data.get(name) is not None}
         return cls(**values)
@@ -233,8 +234,9 @@ class Report(Printed):
         parts.append("\n".join(map(say, legend)))
         if self.evaluation is not None:
             parts.append(say(self.evaluation.beside_dense()))
-        if self.tasks is not None:
-            parts.append(str(self.tasks))
+        if self.tasks:
+            rows = [(score.task, score.metric, str(score)) for score in task_scores(self.tasks)]
+            parts.append(table(("task", "metric", "score"), rows))
         return "\n\n".join(filter(None, parts))
 
     def summaries(self) -> list[str]:

@@ -24,7 +24,7 @@ from modelopt_sparse.accuracy.tuning import Movable
 from modelopt_sparse.calibration.blocks import BlockTask
 from modelopt_sparse.calibration.calls import AtBlock
 from modelopt_sparse.calibration.inputs import collect
-from modelopt_sparse.calibration.run import Run, refuse_non_finite
+from modelopt_sparse.calibration.run import Run, refuse_unusable
 from modelopt_sparse.calibration.sums import DeferredStats, InputFacts, SharedInput, part_of
 from modelopt_sparse.methods.alps import DAMPING, Scaled, polish
 from modelopt_sparse.methods.base import Solution, Stats, masked_solution, output_energy
@@ -76,20 +76,17 @@ class States:
 
 
 InputStats = Stats | DeferredStats | None  # None where a method needs none
-LARGE = 2.0**40  # of a weight: far beyond those of any model, and its square is far from overflowing
 
 
 @dataclass(frozen=True)
 class Job:
     """A layer, or some of its experts, ready to be solved: a plan whose pattern lies within the mask that stays, the
-    dense weight as a matrix, the states of its input, and that of its method. A weight so large that squares of it
-    would overflow is divided by ``unit``, a power of two."""
+    dense weight as a matrix, the states of its input, and that of its method."""
 
     plan: LayerPlan
     weight: Tensor
     states: States
     state: Any
-    unit: float
 
     @classmethod
     def of(cls, layer_plan: LayerPlan, experts: range, states: States, stats: InputStats, run: Run) -> "Job":
@@ -103,10 +100,7 @@ class Job:
             pattern = replace(pattern, within=pattern.within[where].to(weight.device))
         if isinstance(method, GivenMask):
             method = method.cut(where)
-        largest = float(weight.abs().amax())
-        unit = 2.0 ** math.frexp(largest)[1] if largest > LARGE else 1.0
-        weight = weight if unit == 1 else weight / unit
-        return cls(replace(layer_plan, pattern=pattern, method=method), weight, states, states.of(layer_plan), unit)
+        return cls(replace(layer_plan, pattern=pattern, method=method), weight, states, states.of(layer_plan))
 
 
 @dataclass(frozen=True)
@@ -141,9 +135,7 @@ def solve_piece(job: Job, rows: slice, began: float, run: Run) -> SolvedPiece:
         else:
             continue  # reconstruction follows when all layers of the block are solved
         steps.append(StepReport.of(step, solution.error, time.perf_counter() - began))
-    energy = 1.0 if weight.numel() == plan.size else output_energy(weight, stats) * job.unit * job.unit
-    if job.unit != 1:
-        solution = replace(solution, weight=solution.weight * job.unit)
+    energy = 1.0 if weight.numel() == plan.size else output_energy(weight, stats)
     return SolvedPiece(solution, steps, energy)
 
 
@@ -430,7 +422,7 @@ def sparsify_block(block: BlockTask, run: Run, judge: Callable[[], float] | None
             write_sparse()
         elif not run.storage.resident:
             for layer_plan in block.layer_plans:
-                refuse_non_finite(layer_plan.layer)
+                refuse_unusable(layer_plan.layer)
         for stage in block.stages(config.sequential) if write_sparse is None else ():
             for solved in solve_layers(collect(stage, inputs, run, one_pass=block.one_pass), run):
                 movable |= _movable(solved, config)

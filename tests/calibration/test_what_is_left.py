@@ -57,9 +57,9 @@ def test_activations_that_overflow_once_the_layers_before_are_sparse():
     model = Stacked(blocks=2)
     with torch.no_grad():
         model.blocks[0].down.weight.zero_()
-        model.blocks[0].down.weight[0, :4] = torch.tensor([-3e38, -3e38, 1e38, 0.0])
+        model.blocks[0].down.weight[0, :4] = torch.tensor([-3e38, -3e38, 1e38, 0.0]) / 2.0**90
         model.blocks[0].up.weight.zero_()
-        model.blocks[0].up.bias[:4] = torch.tensor([0.5, 0.5, 3.0, 0.0])
+        model.blocks[0].up.bias[:4] = torch.tensor([0.5, 0.5, 3.0, 0.0]) * 2.0**90
         model.blocks[0].down.bias.zero_()
     match = r"layer 'blocks.1.up': its input holds NaN or inf, now that the layers before it"
     mask_first = {"blocks.0.down": {"method": KeepLast(), "pattern": "1:4"}, "blocks.0.up": None}

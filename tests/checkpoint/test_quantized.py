@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
+    CompressedTensorsConfig,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
     FineGrainedFP8Config,
@@ -27,7 +28,7 @@ from transformers.utils.quantization_config import Mxfp4Config
 import modelopt_sparse as mts
 from modelopt_sparse.checkpoint import stream
 from tests.checkpoint.streams import assert_same_folders, in_memory, saved, streamed, weights
-from tests.helpers import assert_bits, tiny_llama, token_batches
+from tests.helpers import ROOT, assert_bits, tiny_llama, token_batches
 
 # Some versions of transformers warn of the flags that they set on a model when it is saved.
 pytestmark = [pytest.mark.core, pytest.mark.filterwarnings("ignore:.*RoPE scaling:UserWarning")]
@@ -467,3 +468,51 @@ def test_a_model_whose_codes_are_all_buffers_is_refused_by_name():
         block.mlp, block.self_attn = nn.Identity(), nn.Identity()
     with pytest.raises(ValueError, match=r"nothing to prune .*: quantized \(gptq\): load the model dequantized"):
         mts.make_plan(model, "magnitude")
+
+
+# verify -------------------------------------------------------------------------------------------------------------
+
+
+def sparse_llama() -> nn.Module:
+    return mts.export(mts.sparsify(llama_of_whole_blocks(), "magnitude", pattern="2:4", progress=False))
+
+
+@needs_triton
+def test_verify_refuses_a_quantized_folder_and_takes_its_model_dequantized(tmp_path):
+    folder = quantized(tmp_path, sparse_llama, "fp8")
+    with pytest.raises(ValueError, match=r"quantized' is quantized \(fp8\): load it dequantized with transformers"):
+        mts.verify(folder, "2:4")
+    model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=FineGrainedFP8Config(dequantize=True))
+    assert len(mts.verify(model, "2:4").layers) == 14
+    up = model.model.layers[1].mlp.up_proj.weight
+    up.data[0, :4] = 1
+    with pytest.raises(mts.PatternError, match="1 of 14 layers do not hold their pattern"):
+        mts.verify(model, "2:4")
+
+
+@pytest.mark.filterwarnings("ignore:You passed `quantization_config`:UserWarning")
+def test_verify_takes_what_compressed_tensors_dequantizes(tmp_path, monkeypatch):
+    """Integers in 4 bits, with zero points; the packed model is refused by name."""
+    pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
+    monkeypatch.syspath_prepend(ROOT / "examples" / "benchmarks")
+    from quantize_compressed_tensors import quantize
+
+    for scheme in ("W4A16", "W4A16_ASYM"):
+        quantize(sparse_llama(), None, scheme, tmp_path / scheme)
+        model = AutoModelForCausalLM.from_pretrained(
+            tmp_path / scheme, quantization_config=CompressedTensorsConfig(dequantize=True)
+        )
+        layers = mts.verify(model, "2:4").layers
+        assert len(layers) == 14
+        assert all(layer.zeros >= layer.size // 2 for layer in layers)
+    with pytest.raises(ValueError, match=r"quantized \(compressed-tensors\): load the model dequantized"):
+        mts.verify(AutoModelForCausalLM.from_pretrained(tmp_path / "W4A16"), "2:4")
+
+
+def test_verify_refuses_layers_that_hold_codes_by_name():
+    """Also those of a report, quantized in place since."""
+    model: Any = mts.sparsify(llama_of_whole_blocks(), "magnitude", pattern="2:4", enforce=False, progress=False)
+    mts.verify(model)
+    model.model.layers[1].mlp.up_proj = CodedLinear(128, 256)
+    with pytest.raises(ValueError, match=r"layer 'model.layers.1.mlp.up_proj' holds codes"):
+        mts.verify(model)

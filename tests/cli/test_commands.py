@@ -419,7 +419,7 @@ FLAGS = {
     "--output --divergence "
     "--seq-len --batch-size --set --device --plan --dtype --revision --trust-remote-code --stream --spill --overwrite "
     "--progress --no-progress --json",
-    "eval": "model --data --reference --special-tokens --tasks --task-folder --shots --limit --chat-template --seq-len "
+    "eval": "model --data --reference --special-tokens --seq-len "
     "--batch-size --output --divergence --device --dtype --revision --trust-remote-code --progress --no-progress "
     "--json",
     "verify": "folder --pattern --no-hash --trust-remote-code --all --quiet --json",

@@ -79,6 +79,22 @@ def test_report_shows_what_eval_printed(run, work, sparse, tmp_path):
     assert f"held-out perplexity: sparse {perplexity}; " in done.out
     run("report", sparse, "--evaluation", tmp_path / "eval.json", "--html", tmp_path / "a.html")
     assert f"<dd>{perplexity}</dd>" in visible(tmp_path / "a.html")
+    scores = {f"task{i}": {"acc,none": i / 10, "acc_stderr,none": 0.01} for i in range(9)}
+    (tmp_path / "scores.json").write_text(json.dumps({"results": scores, "lm_eval_version": "0.4.13"}))
+    both = ["--evaluation", tmp_path / "eval.json", "--evaluation", tmp_path / "scores.json"]
+    run("report", sparse, *both, "--html", tmp_path / "b.html")
+    page = visible(tmp_path / "b.html")
+    assert f"<dd>{perplexity}</dd>" in page
+    assert "acc, task5" in page
+    assert "acc, task6" not in page, "six at the top"
+    assert tables(tmp_path / "b.html")["tasks"]["score"] == [i / 10 for i in range(9)]
+
+
+def test_results_without_a_score_are_refused(run, sparse, tmp_path):
+    (tmp_path / "scores.json").write_text('{"results": {"all": {"alias": "all"}}}')
+    done = run("report", sparse, "--evaluation", tmp_path / "scores.json")
+    assert (done.code, done.out) == (2, "")
+    assert "nor results of lm_eval: its results hold no score" in done.err
 
 
 @pytest.mark.parametrize(
@@ -88,7 +104,10 @@ def test_report_shows_what_eval_printed(run, work, sparse, tmp_path):
         ("--compare {sparse} --html {sparse}/deep/../a.html", "is inside of the model's folder"),
         ("--compare {sparse}", "--compare goes with --html FILE"),
         ("--html model.safetensors", "a file that ends in .html"),
-        ("--html a.html --evaluation {llama}/config.json", "is not what `eval --json` printed"),
+        (
+            "--html a.html --evaluation {llama}/config.json",
+            "is neither what `eval --json` printed nor results",
+        ),
         ("--html a.html --compare nowhere", "'nowhere' is not a folder"),
     ],
 )

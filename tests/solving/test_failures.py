@@ -572,19 +572,17 @@ def test_plan_and_report_of_a_sparse_model_name_the_class_that_the_layer_came_wi
 # numbers at the limits ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("pattern", ["2:4", "50%"])
-@pytest.mark.parametrize("method", ["magnitude", "wanda", "ria", "sparsegpt", "alps"])
-def test_weights_whose_squares_overflow_are_solved_as_if_they_were_smaller(method, pattern):
+@pytest.mark.parametrize("value", [2.0**40, -(2.0**41)])
+def test_weights_whose_squares_may_overflow_are_refused(value):
     """They had infinite scores, and errors that were reported as 0."""
-    torch.manual_seed(0)
-    plain, large = (nn.Sequential(nn.Linear(32, 48)) for _ in range(2))
+    model = nn.Sequential(nn.Linear(32, 48))
     with torch.no_grad():
-        large[0].weight.copy_(2.0**68 * plain[0].weight)
-    for model in (plain, large):
-        data = [torch.randn(256, 32, generator=torch.Generator().manual_seed(1))]
-        mts.sparsify(model, method, pattern=pattern, data_loader=data, progress=False)
-    assert torch.equal(large[0].weight, 2.0**68 * plain[0].weight)
-    assert mts.report(large).layers[0].error == mts.report(plain).layers[0].error > 0
+        model[0].weight[3, 4] = value
+    if value == 2.0**40:
+        mts.sparsify(model, "wanda", data_loader=[torch.randn(256, 32)], progress=False)
+        assert mts.report(model).layers[0].error > 0
+    else:
+        refused(mts.sparsify, model, "magnitude", match=r"layer '0': its weight holds 2.2e\+12, and more than 2\^40")
 
 
 @pytest.mark.filterwarnings("ignore:Initializing zero-element")
