@@ -95,16 +95,13 @@ def sparsify_checkpoint(
     whenever a file of the source is missing, damaged, or another one than at the start; OSError on a full disk. The
     blocks that are done are kept then.
 
-    Under torch.distributed all processes of the default group call it and share the work, with ``deterministic`` set,
-    so that a run may go on with another number of them; the first one writes. If one fails or dies, the others raise
-    RankError.
+    Under torch.distributed all processes of the default group call it and share the work; the first one writes. A run
+    may go on with another number of them, as the report says then. If one fails or dies, the others raise RankError.
     """
     target = Path(target)
     with Processes.of(distributed_in(config, options)) as processes:
         target = _place(target, source, overwrite=overwrite)
         chosen, settings = resolve(method, config, options)
-        if processes.size > 1:
-            settings = replace(settings, deterministic=True)
         _refuse_whole_model(settings, "sparsify")
         remote: dict[str, Any] = {"trust_remote_code": trust_remote_code}
         folder = local_folder(source, revision)
@@ -160,8 +157,6 @@ def shrink_checkpoint(
     _refuse_whole_model(config, "shrink", [(budget, "budget", instead), (by_kl, "blocks_by='kl'", instead)])
     with Processes.of(config.distributed) as processes:
         target = _place(Path(target), source, overwrite=overwrite)
-        if processes.size > 1:
-            config = replace(config, deterministic=True)
         config = config if processes.rank == 0 else replace(config, progress=False)
         remote: dict[str, Any] = {"trust_remote_code": trust_remote_code}
         folder = local_folder(source, revision)
@@ -227,7 +222,9 @@ def _streamed(job: _Job, target: Path, processes: Processes, *, overwrite: bool)
                 with Streamed(model, job.names, places, work, files, spill=job.spill) as storage:
                     report = job.work_on(storage, work)
                     if storage.reused:
-                        notes.append(f"{storage.reused} of {len(job.names)} blocks were reused from a stopped run")
+                        of_others = f" of {work.begun_by} processes" if work.begun_by != processes.size else ""
+                        reused = f"{storage.reused} of {len(job.names)} blocks were reused from a stopped run"
+                        notes.append(reused + of_others)
                     report.notes += [note for note in notes if note not in report.notes]
                     # the work folder moves in the end: others may still read there, where all blocks were done before
                     processes.all_gather("the end of the work")
