@@ -99,9 +99,8 @@ class BatchNumbers:
         if self.processes.size == 1:
             return sums
         there = self.processes.all_gather("gradients", [gradient is not None for gradient in sums])
-        wanted = [place for place, of_ranks in enumerate(zip(*there)) if any(of_ranks)]
-        for place in wanted:
-            if sums[place] is None:
+        for place, of_ranks in enumerate(zip(*there)):
+            if sums[place] is None and any(of_ranks):
                 sums[place] = torch.zeros_like(weights.each[place].values)
         self.processes.all_reduce("gradients", [gradient for gradient in sums if gradient is not None])
         return sums

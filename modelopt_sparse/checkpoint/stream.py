@@ -95,8 +95,9 @@ def sparsify_checkpoint(
     whenever a file of the source is missing, damaged, or another one than at the start; OSError on a full disk. The
     blocks that are done are kept then.
 
-    Under torch.distributed all processes of the default group call it and share the work; the first one writes. A run
-    may go on with another number of them, as the report says then. If one fails or dies, the others raise RankError.
+    Under torch.distributed all processes of the default group call it and share the work; the first one writes. Another
+    number of them may go on with a run that was stopped: sums are rounded in another way then, and the report says so.
+    If one fails or dies, the others raise RankError.
     """
     target = Path(target)
     with Processes.of(distributed_in(config, options)) as processes:
@@ -222,9 +223,9 @@ def _streamed(job: _Job, target: Path, processes: Processes, *, overwrite: bool)
                 with Streamed(model, job.names, places, work, files, spill=job.spill) as storage:
                     report = job.work_on(storage, work)
                     if storage.reused:
-                        of_others = f" of {work.begun_by} processes" if work.begun_by != processes.size else ""
-                        reused = f"{storage.reused} of {len(job.names)} blocks were reused from a stopped run"
-                        notes.append(reused + of_others)
+                        begun_by, reused = work.begun_by, f"{storage.reused} of {len(job.names)} blocks were reused"
+                        others = f" of {begun_by} process{'es' * (begun_by > 1)}" * (begun_by != processes.size)
+                        notes.append(f"{reused} from a stopped run{others}")
                     report.notes += [note for note in notes if note not in report.notes]
                     # the work folder moves in the end: others may still read there, where all blocks were done before
                     processes.all_gather("the end of the work")
