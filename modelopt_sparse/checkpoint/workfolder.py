@@ -17,8 +17,8 @@ nothing to go on from then. It holds:
   lock                  locked by the run that is going on
 
 Of several processes the first one leads: it alone holds the lock and writes here, but for spilled activations and
-converted weights, which each writes for itself. The others read. Another number of them may go on: started.json says how
-many have begun.
+converted weights, which each writes for itself. The others read. Another number of them may go on: started.json says
+how many have begun.
 
 Every file is written in ``writing/``, synced and renamed, and after that the .json file is written that lists it. So a
 run may be killed at any moment.

@@ -268,8 +268,8 @@ def work_shares(groups: Sequence[Sequence[LayerPlan]], run: Run) -> dict[str, di
     first.
 
     A layer costs the seconds that one of its kind took before, if they are known of all layers, else a count of
-    operations. Experts are dealt out in ranges. Those that are solved so many at a time for want of memory are dealt out
-    in turns, so that no process holds the rows of more than those at a time.
+    operations. Experts are dealt out in ranges; those that are solved so many at a time for want of memory in turns, so
+    that no process holds the rows of more than those at a time.
     """
     size = run.processes.size
     shares: dict[str, dict[range, int]] = {}
