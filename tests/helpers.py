@@ -119,7 +119,7 @@ ALIKE = 0.999  # of the places
 
 def assert_alike(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> None:
     """States that sums of other roundings lead to: in 99.9 % of all places masks are equal, and in 99.9 % numbers
-    differ by at most a thousandth of the largest of their tensor. A tie that falls elsewhere changes weights of its row, too."""
+    differ by at most a thousandth of the largest of their tensor. Where a tie falls elsewhere, its row changes."""
     assert one.keys() == other.keys()
     close: dict[bool, list[Tensor]] = {True: [], False: []}  # masks, and numbers
     for name, a in one.items():
