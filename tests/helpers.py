@@ -114,21 +114,24 @@ def assert_bits(a: Tensor, b: Tensor) -> None:
     assert torch.equal(*as_bytes)
 
 
-ALIKE = 0.999  # of the places
+MASKS_ALIKE, NUMBERS_ALIKE = 0.99, 0.98  # of the places
 
 
 def assert_alike(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> None:
-    """States that sums of other roundings lead to: in 99.9 % of all places masks are equal, and in 99.9 % numbers
-    differ by at most a thousandth of the largest of their tensor. Where a tie falls elsewhere, its row changes."""
+    """States that sums of other roundings lead to: in 99 % of all places masks are equal, and in 98 % numbers differ by
+    at most a thousandth of the largest of their tensor. Where a tie falls elsewhere, its row changes."""
     assert one.keys() == other.keys()
-    close: dict[bool, list[Tensor]] = {True: [], False: []}  # masks, and numbers
+    masks: list[Tensor] = []
+    numbers: list[Tensor] = []
     for name, a in one.items():
         b = other[name]
         assert (a.dtype, a.shape) == (b.dtype, b.shape), name
-        same = a == b if a.dtype == torch.bool else (a - b).abs() <= 1e-3 * a.abs().max()
-        close[a.dtype == torch.bool].append(same.flatten())
-    for kind, places in close.items():
-        assert not places or float(torch.cat(places).float().mean()) >= ALIKE, "masks" if kind else "numbers"
+        if a.dtype == torch.bool:
+            masks.append((a == b).flatten())
+        else:
+            numbers.append(((a - b).abs() <= 1e-3 * a.abs().max()).flatten())
+    for places, share in ((masks, MASKS_ALIKE), (numbers, NUMBERS_ALIKE)):
+        assert not places or float(torch.cat(places).float().mean()) >= share
 
 
 class Snapshot:

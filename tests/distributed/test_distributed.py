@@ -239,8 +239,11 @@ def test_streaming_by_any_number_of_processes_writes_what_one_does(results, fold
     assert several["files"].keys() == one["files"].keys()
     assert len(several["files"]) >= 4
     assert several["settings"] == {**one["settings"], "processes": STREAMING[group]}
-    assert [layer["tokens"] for layer in several["layers"]] == [layer["tokens"] for layer in one["layers"]]
-    assert_alike(*(ranks.state(mts.load(folder / f"streamed-{size}" / name)) for size in (1, STREAMING[group])))
+    for layer, other in zip(one["layers"], several["layers"], strict=True):
+        assert layer["tokens"] == other["tokens"]
+        assert other["error"] == pytest.approx(layer["error"], rel=0.02)
+    if "permute" not in ranks.STREAMED[name][2]:  # a rounding may lead to another order of channels
+        assert_alike(*(ranks.state(mts.load(folder / f"streamed-{size}" / name)) for size in (1, STREAMING[group])))
     for found in others:
         assert found[name] == {**several, "exchanges": found[name]["exchanges"]}
 
