@@ -572,13 +572,13 @@ def commands(*lines: str) -> Result:
 
 # how, with which model: method and options; the next job of the same kind
 LINES = """
-two llama: sparsegpt; sparsegpt deterministic=true; wanda permute=true polish=4 reconstruct=2
-two llama: wanda budget="50% zeros"; alps reconstruct=1 deterministic=true
-two mixtral: sparsegpt memory_limit=400KB; sparsegpt deterministic=true
-two t5: sparsegpt sequential=stage deterministic=true
+two llama: sparsegpt; wanda permute=true polish=4 reconstruct=2
+two llama: wanda budget="50% zeros"; alps reconstruct=1
+two mixtral: sparsegpt memory_limit=400KB; sparsegpt
+two t5: sparsegpt sequential=stage
 two padded: DEFAULT quality=balanced sequential=stage; wanda sequential=none polish=2
 two text: sparsegpt split_data=false distributed=false; wanda self_data=4 reconstruct=1
-two whisper: sparsegpt sequential=none deterministic=true
+two whisper: sparsegpt sequential=none
 two mixtral: wanda experts=weight_only min_tokens=30 sequential=stage
 sparse llama: magnitude; wanda; ria; sparsegpt; alps; OWN power=0.5; sparsegpt damping=0.1 block_size=16
 sparse llama: MODES hessian_damp=0.02 max_iter_data_loader=2; OWN power=2 polish=2 reconstruct=1
@@ -593,7 +593,7 @@ sparse text: wanda; sparsegpt seed=3 num_samples=5; wanda self_data=4 reconstruc
 sparse text: DEFAULT quality=max self_data=2 num_samples=4; wanda distill=1 polish=2 sequential=none
 sparse llama: wanda data=self num_samples=4 seq_len=16 batch_size=2; wanda distill=1; alps reconstruct=FISHER
 sparse llama: sparsegpt forward_loop=LOOP; wanda collect_func=SHORT data_loader=TOKENS; sparsegpt device=cpu
-sparse llama: sparsegpt deterministic=true; sparsegpt autocast=bfloat16; alps dtype=FLOAT64
+sparse llama: sparsegpt autocast=bfloat16; alps dtype=FLOAT64
 sparse llama: sparsegpt dtype=BFLOAT16 polish=2 reconstruct=1; wanda quality=balanced sequential=stage
 sparse llama: DEFAULT quality=fast; DEFAULT quality=balanced; DEFAULT quality=balanced pattern=0.5
 sparse llama: DEFAULT quality=best; sparsegpt permute=true; ria polish=true; alps update=false

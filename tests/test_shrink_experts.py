@@ -299,7 +299,7 @@ def test_refit_is_least_squares_expert_by_expert(name):
             rows[expert] = token, (seen * scale).double()
         slow.append((lacks, rows))
         torch.testing.assert_close(calls[place].lacks.double(), lacks, rtol=1e-4, atol=1e-4)
-    run: Any = SimpleNamespace(processes=Processes(), config=SimpleNamespace(deterministic=False))
+    run: Any = SimpleNamespace(processes=Processes())
     sizes = [call.size for call in calls]
     batches = BatchNumbers.of(Processes(), [None] * 4, 0)
     values, (before, after) = refit_experts(module, adapter, calls, batches, run)

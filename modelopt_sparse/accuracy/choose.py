@@ -160,7 +160,7 @@ def _influence(inputs: AtBlock, batches: BatchNumbers) -> float:
         if mask is not None and mask.shape == cosines.shape:
             cosines = cosines[mask.to(cosines.device, torch.bool)]
         own[call.numbered.number] = float((1 - cosines).sum()), cosines.numel()
-    everything = replace(batches, held_back=range(len(batches.ranks)))
+    everything = replace(batches, held_back=range(batches.held_back.stop))
     return everything.judged(lambda place: own.get(place, (0.0, 0)))
 
 
@@ -286,14 +286,9 @@ def _sums(
     collector = Collector(needs=dict.fromkeys([*names, *(name + JUDGING for name in names)], "gram"), share=False)
     judging_calls = {batches.own[number] for number in batches.held_back if number in batches.own}
     sums = SumsOfAllProcesses(collector, run)
-    go_on = not run.config.deterministic
-    while True:
-        seen = _Seen(collector, sums, judging_calls)
-        inputs.collect(takers, seen.see, seen.begin, go_on=go_on)
-        if (groups := sums.groups()) is not None:
-            break
-    if not go_on:
-        inputs.advance()
+    seen = _Seen(collector, sums, judging_calls)
+    inputs.collect(takers, seen.see, seen.begin, go_on=True)
+    groups = sums.groups() or []  # layers that share no input
     stats = {name: each for of_layer, each in groups for name in of_layer if isinstance(each, Stats)}
     run.processes.all_reduce("scores", [seen.absolute[name] for name in names])
     grams = {}

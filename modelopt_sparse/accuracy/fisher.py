@@ -7,7 +7,7 @@ Of a squared error g is the gradient of the output times random signs, and the m
 """
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -21,7 +21,7 @@ from modelopt_sparse.accuracy.tuning import only_these_require_grad
 from modelopt_sparse.calibration.data import samples
 from modelopt_sparse.calibration.forward import CalibrationData, NumberedCall
 from modelopt_sparse.calibration.run import Run
-from modelopt_sparse.calibration.sums import SharedSums
+from modelopt_sparse.calibration.sums import shared_sums
 from modelopt_sparse.model.devices import flat_tensors, has_hook, input_device
 from modelopt_sparse.model.layers import Layer
 from modelopt_sparse.model.output import OutputError, size_of
@@ -113,10 +113,10 @@ class Gradients:
 
 
 @dataclass
-class _OfCall:
-    """The sums of one call of the model: by the place of a block those of its output, by name those of a layer."""
+class _Sums:
+    """Over this process's calls: by the place of a block those of its output, by name those of a layer."""
 
-    sums: dict[int | str, Tensor] = field(default_factory=dict)
+    of: dict[int | str, Tensor] = field(default_factory=dict)
 
     def take_output(self, place: int, gradient: Tensor) -> None:
         rows = gradient.detach().flatten(0, -2).float()
@@ -128,7 +128,7 @@ class _OfCall:
         weight.grad = None
 
     def _add(self, key: int | str, values: Tensor) -> None:
-        self.sums[key] = self.sums[key] + values if key in self.sums else values
+        self.of[key] = self.of[key] + values if key in self.of else values
 
 
 def gradients_of(data: CalibrationData, blocks: Sequence[nn.Module], layers: Sequence[Layer]) -> Gradients | None:
@@ -137,17 +137,16 @@ def gradients_of(data: CalibrationData, blocks: Sequence[nn.Module], layers: Seq
     OutputError where it is not known what counts of the output."""
     run, places = data.run, {block: place for place, block in enumerate(blocks)}
     numbers = users_first(data, SAMPLES if blocks else WEIGHED)
-    sums = SharedSums(run.processes, run.config.device or torch.device("cpu"), exact=run.config.deterministic)
     weights = {layer.parameter: layer for layer in layers}
     under_way: list[NumberedCall] = []
-    of_call = _OfCall()
+    sums = _Sums()
     moments: list[list[float]] = []
 
     def after_block(block: nn.Module, args: tuple, output: Any) -> None:
         state = flat_tensors(output)[0]
         if state.dim() in (2, 3) and torch.is_grad_enabled():
             state.requires_grad_(True)  # nothing before it may ask for gradients
-            state.register_hook(partial(of_call.take_output, places[block]))
+            state.register_hook(partial(sums.take_output, places[block]))
 
     def after_model(model: nn.Module, args: tuple, output: Any) -> None:
         numbered = under_way.pop()
@@ -159,8 +158,6 @@ def gradients_of(data: CalibrationData, blocks: Sequence[nn.Module], layers: Seq
             each = counts.drawn_loss((run.config.seed * 1_000_003 + number) % 2**63, row)
             moments.append(counts.moments(len(each)))
             each.sum().backward()
-        sums.add(of_call.sums, grams=range(len(blocks)))
-        of_call.sums.clear()
 
     with ExitStack() as hooks:
         hooks.enter_context(only_these_require_grad(run.model, weights))
@@ -168,16 +165,11 @@ def gradients_of(data: CalibrationData, blocks: Sequence[nn.Module], layers: Seq
         for block in blocks:
             hooks.enter_context(block.register_forward_hook(after_block))
         for weight, layer in weights.items():
-            hooks.callback(weight.register_post_accumulate_grad_hook(partial(of_call.take_gradient, layer)).remove)
+            hooks.callback(weight.register_post_accumulate_grad_hook(partial(sums.take_gradient, layer)).remove)
         hooks.enter_context(run.model.register_forward_hook(after_model))
         hooks.enter_context(torch.enable_grad())
-        totals: Mapping[Any, Tensor] | None = None
-        while totals is None:
-            moments.clear()
-            if run.processes.rank < data.own % run.processes.size:  # the first call of the user's is another process's
-                sums.add({}, ())
-            data.run_model(under_way.append, numbers=numbers)
-            totals = sums.totals()
+        data.run_model(under_way.append, numbers=numbers)
+    totals = shared_sums(sums.of, run.processes, run.config.device or torch.device("cpu"))
     of_calls = [each for of_rank in run.processes.all_gather("the tokens of gradients", moments) for each in of_rank]
     tokens = size_of([sum(column) for column in zip(*of_calls)] or [0.0])
     if not tokens:

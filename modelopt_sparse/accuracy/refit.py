@@ -14,7 +14,7 @@ from torch import Tensor
 
 from modelopt_sparse.accuracy.tuning import BatchNumbers
 from modelopt_sparse.calibration.run import Run
-from modelopt_sparse.calibration.sums import SharedSums, add_product, completed
+from modelopt_sparse.calibration.sums import add_product, completed, shared_sums
 from modelopt_sparse.model.adapters import SECOND, Route
 from modelopt_sparse.model.devices import stored
 
@@ -162,16 +162,12 @@ def refit_experts(
     for expert in [*range(len(matrices_ERC))] * SWEEPS:
         mine = [call for call in calls if expert in call.routes]
         seen = [adapter.hidden(module, expert, call.routes[expert].rows).float() * call.gates[expert] for call in mine]
-        sums = SharedSums(run.processes, matrices_ERC.device, exact=run.config.deterministic)
-        grams: dict[Any, Tensor] | None = None
-        while grams is None:
-            for place in range(len(batches.own)):
-                here = [
-                    (rows, call.lacks[call.tokens(expert)]) for call, rows in zip(mine, seen) if call.place == place
-                ]
-                both = [torch.cat([torch.cat(pair, dim=1) for pair in here])] if here else []
-                sums.add({place in judging: completed(add_product(None, rows)) for rows in both}, (True, False))
-            grams = sums.totals()
+        own: dict[bool, Tensor] = {}  # of the calls that judge, and of the others
+        for call, rows in zip(mine, seen):
+            judges, both = call.place in judging, torch.cat([rows, call.lacks[call.tokens(expert)]], dim=1)
+            own[judges] = add_product(own.get(judges), both)
+        own = {judges: completed(gram) for judges, gram in own.items()}
+        grams = shared_sums(own, run.processes, matrices_ERC.device)
         change = _change(grams.get(False), grams.get(True), matrices_ERC.shape[-1])
         if change is not None:
             matrices_ERC[expert] += change

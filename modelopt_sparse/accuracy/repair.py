@@ -215,7 +215,7 @@ def _tuned_parts(
             inside = set(part.module.parameters())
             chosen = {parameter: rest.pop(parameter) for parameter in list(rest) if parameter in inside}
             if chosen:
-                values = TunedWeights(chosen, outputs, rate, movable, processes=run.processes)
+                values = TunedWeights(chosen, outputs, rate, movable)
                 with only_these_require_grad(inputs.block, chosen, masked=not movable):
                     reports.append(_tuned(part, inputs, token_masks, batches, values))
     return reports
@@ -378,7 +378,7 @@ def distill(teacher: Teacher, run: Run) -> None:
         Progress("distill", "step", options.epochs * len(batches.steps), show=run.config.progress) as bar,
     ):
         moments = torch.bfloat16 if options.moments == "bfloat16" else None
-        weights = TunedWeights(chosen, outputs, options.learning_rate, None, moments, run.processes)
+        weights = TunedWeights(chosen, outputs, options.learning_rate, None, moments)
         before = batches.judged(teacher.divergence)
         weights.slow_down(before, FULL_OF_SQUARED if by == "squared" else FULL_RATE)
         try:

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,7 +21,6 @@ from modelopt_sparse.plan.plan import LayerPlan
 from modelopt_sparse.reports.text import Progress
 
 Gradients = list[Tensor | None]  # of each weight; None: it has none
-Part = tuple[int, ...]  # numbers of units whose gradients are added up
 
 # batches, by numbers that all processes agree on ----------------------------------------------------------------------
 
@@ -32,13 +30,13 @@ class BatchNumbers:
     """The batches of all processes, or their units: the first of every rank, the second of every rank, and so on. Text
     that the model has written stands first.
 
-    ranks: which process has each. own: number -> the place among this process's.
-    steps: the numbers of each step of the optimizer: a batch, or the units that it is cut into, which processes share.
+    own: number -> the place among this process's.
+    steps: the numbers of each step of the optimizer: its batches, or the units that these are cut into, one for each
+      process.
     held_back: the last ones, which are the user's, and only judge.
     """
 
     processes: Processes
-    ranks: list[int]
     own: dict[int, int]
     steps: list[list[int]]
     held_back: range
@@ -66,7 +64,7 @@ class BatchNumbers:
         own_text = sum(count for _, count in of_ranks)
         judges = judging(sum(numbers[0] >= own_text for numbers in together.values()))
         *tuned, begin = [*together.values()][: len(together) - judges + 1]
-        return cls(processes, [rank for rank, _ in places], own, tuned, range(begin[0], len(places)))
+        return cls(processes, own, tuned, range(begin[0], len(places)))
 
     @property
     def tuned_on(self) -> int:
@@ -92,60 +90,20 @@ class BatchNumbers:
     def added(
         self, numbers: Sequence[int], gradients_of: Callable[[int], Gradients], weights: "TunedWeights"
     ) -> Gradients:
-        """The sum of the gradients of a step's units, in all processes: for each weight, in the process that steps it.
-
-        Added up are the sums of every other unit, and so on, whatever the number of processes: the same bits for all of
-        them. What one process has to itself is sent once.
-        """
-        parts = {part: self.ranks[part[0]] for part in self._parts(numbers)}
-        own = {part: _sum(part, gradients_of) for part, rank in parts.items() if rank == self.processes.rank}
-        return _sum(tuple(numbers), gradients_of, own if self.processes.size == 1 else self._sent(parts, own, weights))
-
-    def _parts(self, numbers: Sequence[int]) -> list[Part]:
-        """The largest parts of such a sum that one process has to itself."""
-        if len({self.ranks[number] for number in numbers}) == 1:
-            return [tuple(numbers)]
-        return self._parts(numbers[0::2]) + self._parts(numbers[1::2])
-
-    def _sent(
-        self, parts: Mapping[Part, int], own: Mapping[Part, Gradients], weights: "TunedWeights"
-    ) -> dict[Part, Gradients]:
-        """The parts of a sum, where the weights are stepped; ``own`` has those of this process. For a weight without a
-        gradient anything is sent, so that one exchange is enough."""
-        tensors, rank = [], self.processes.rank
-        for part, sender in parts.items():
-            of_part = own.get(part, [None] * len(weights.each))
-            for weight, gradient, owner in zip(weights.each, of_part, weights.owners):
-                if rank not in (sender, owner):
-                    gradient = weight.values.new_empty(0, device=weight.parameter.device)
-                elif gradient is None:
-                    gradient = torch.empty_like(weight.values, device=weight.parameter.device)
-                tensors.append(gradient)
-        there = {part: [gradient is not None for gradient in gradients] for part, gradients in own.items()}
-        senders = [sender for sender in parts.values() for _ in weights.each]
-        of_ranks = self.processes.broadcast("gradients", tensors, senders, there, weights.owners * len(parts))
-        of_parts = iter(tensors)
-        return {
-            part: [
-                tensor if has and owner == rank else None
-                for has, owner, tensor in zip(of_ranks[sender][part], weights.owners, of_parts)
-            ]
-            for part, sender in parts.items()
-        }
-
-
-def _sum(
-    numbers: Part,
-    gradients_of: Callable[[int], Gradients],
-    known: Mapping[Part, Gradients] = MappingProxyType({}),
-) -> Gradients:
-    """The sum of gradients of units: that of every other one, and that of the rest."""
-    if numbers in known:
-        return known[numbers]
-    if len(numbers) == 1:
-        return gradients_of(numbers[0])
-    halves = _sum(numbers[0::2], gradients_of, known), _sum(numbers[1::2], gradients_of, known)
-    return [b if a is None else a if b is None else a.add_(b) for a, b in zip(*halves)]
+        """The sum of the gradients of a step's units, in all processes."""
+        sums: Gradients = [None] * len(weights.each)
+        for number in numbers:
+            if number in self.own:
+                pairs = zip(sums, gradients_of(number))
+                sums = [b if a is None else a if b is None else a.add_(b) for a, b in pairs]
+        if self.processes.size == 1:
+            return sums
+        there = self.processes.all_gather("gradients", [gradient is not None for gradient in sums])
+        for place, of_ranks in enumerate(zip(*there)):
+            if sums[place] is None and any(of_ranks):
+                sums[place] = torch.zeros_like(weights.each[place].values)
+        self.processes.all_reduce("gradients", [gradient for gradient in sums if gradient is not None])
+        return sums
 
 
 # values that are others during a call ---------------------------------------------------------------------------------
@@ -272,8 +230,7 @@ class TunedWeight:
     """A parameter and its values in float32: a step smaller than bfloat16 can hold is not lost.
 
     mask: True = kept; None if it has none. movable: if its mask moves.
-    values: all of them where there is no mask or one that moves; else only those that the mask keeps, [kept]. On "meta"
-    in processes that do not step it, which have neither moments.
+    values: all of them where there is no mask or one that moves; else only those that the mask keeps, [kept].
     moments: the dtype that Adam's two moments are held in between two steps.
     """
 
@@ -284,12 +241,11 @@ class TunedWeight:
         movable: Movable | None,
         rate: float,
         moments: torch.dtype | None,
-        own: bool = True,
     ) -> None:
         values = parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32), copy=True)
         if mask is not None:
             values = values[mask] if movable is None else movable.start(values, mask)
-        values = values.contiguous() if own else values.to("meta")
+        values = values.contiguous()
         self.parameter, self.mask, self.movable, self.values, self.rate = parameter, mask, movable, values, rate
         self.moments = moments or values.dtype
         self.adam = torch.optim.Adam([values], betas=BETAS, eps=EPSILON, fused=True)  # which looks at no strides
@@ -348,17 +304,14 @@ class TunedWeights:
         learning_rate: float,
         movable: Mapping[nn.Parameter, Movable] | None = None,
         moments: torch.dtype | None = None,
-        processes: Processes | None = None,
     ) -> None:
         """``outputs``: how many outputs a matrix has (of all of its experts). ``moments``: the dtype of Adam's; None:
-        that of the values. ``processes`` step a share of the weights each."""
-        self.processes = processes or Processes()
-        self.owners = _dealt_by_size([*masks], self.processes.size)
+        that of the values."""
         of_each = [outputs.get(parameter, 0) for parameter in masks]
         rates = learning_rates([*masks], [*masks.values()], of_each, learning_rate)
         self.each = [
-            TunedWeight(parameter, mask, (movable or {}).get(parameter), rate, moments, owner == self.processes.rank)
-            for (parameter, mask), rate, owner in zip(masks.items(), rates, self.owners)
+            TunedWeight(parameter, mask, (movable or {}).get(parameter), rate, moments)
+            for (parameter, mask), rate in zip(masks.items(), rates)
         ]
 
     def slow_down(self, error: float, full: float = FULL_RATE) -> None:
@@ -372,23 +325,12 @@ class TunedWeights:
             weight.rate *= min(1.0, math.sqrt(error / full))
 
     def step(self, gradients: Gradients, schedule: float, *, moves: bool) -> None:
-        """One step, each weight in the process that owns it, from which the others get what the model holds."""
-        for weight, gradient, owner in zip(self.each, gradients, self.owners):
-            if owner == self.processes.rank:
-                weight.step(gradient, schedule, moves=moves)
-        if self.processes.size > 1:
-            self.processes.broadcast("weights", [weight.parameter.detach() for weight in self.each], self.owners)
+        for weight, gradient in zip(self.each, gradients):
+            weight.step(gradient, schedule, moves=moves)
 
     def copy(self) -> Values:
         """Values that are kept, on the host and in the precision that the model holds them in, and masks as they are
         now."""
-        masks = []
-        for weight, owner in zip(self.each, self.owners):
-            if weight.movable is not None and weight.mask is not None:
-                if owner != self.processes.rank:
-                    weight.mask = torch.empty_like(weight.mask)  # not in the place of the last copy's
-                masks.append((weight.mask, owner))
-        self.processes.broadcast("masks", [mask for mask, _ in masks], [owner for _, owner in masks])
         return [(weight.held().to("cpu", copy=True), weight.mask) for weight in self.each]
 
     def write(self, values: Values) -> None:
@@ -401,15 +343,6 @@ class TunedWeights:
         different = sum(int((a & ~b).sum()) for a, b in pairs if a is not None and b is not None)
         count = sum(int(a.sum()) for a, _ in pairs if a is not None)
         return different / count if count else None
-
-
-def _dealt_by_size(parameters: Sequence[Tensor], size: int) -> list[int]:
-    """The process of each, the largest first, each to the one that has least."""
-    load, owners = [0] * size, [0] * len(parameters)
-    for place in sorted(range(len(parameters)), key=lambda place: -parameters[place].numel()):
-        owners[place] = load.index(min(load))
-        load[owners[place]] += parameters[place].numel()
-    return owners
 
 
 def tune(
@@ -426,8 +359,7 @@ def tune(
     the best values, their epoch, and notes.
 
     Never worse on the batches held back: the values from before, with what was judged ``before``, count as an epoch. An
-    interruption leaves the best values so far. Where several processes work together, the gradient of each unit comes
-    from the one that has it, and each steps a share of the weights.
+    interruption leaves the best values so far. Several processes add up their gradients, and each steps all weights.
     """
     best, best_epoch, notes = before, 0, []
     first = best_values = weights.copy()

@@ -24,7 +24,7 @@ from modelopt_sparse.model.devices import (
     parts_within,
 )
 from modelopt_sparse.model.hf import default_seq_len, refuse_unknown_tokens, takes
-from modelopt_sparse.plan.options import LEAST_STEPS, STEP_TOKENS, UNITS, SparsifyConfig
+from modelopt_sparse.plan.options import LEAST_STEPS, STEP_TOKENS, SparsifyConfig
 from modelopt_sparse.reports.text import first_few
 
 # calls ----------------------------------------------------------------------------------------------------------------
@@ -122,13 +122,13 @@ def _tokens_of_row(call: Call) -> int:
     return max(sizes)
 
 
-def units(calls: Sequence[Call], first: int = 0) -> list[Call]:
-    """Steps in units, which processes share, so that any number of them runs the same. A call that is of no step yet is
-    one by itself; these count from ``first``."""
+def units(calls: Sequence[Call], count: int, first: int = 0) -> list[Call]:
+    """Steps in units, one for each of ``count`` processes as far as they have so many rows. A call that is of no step
+    yet is one by itself; these count from ``first``."""
     return [
         replace(part, step=step if call.step is None else call.step, row=call.row + part.row, batch=call.batch)
         for step, call in enumerate(calls, first)
-        for part in cut(call, -(-samples(call.args, call.kwargs) // UNITS))
+        for part in cut(call, -(-samples(call.args, call.kwargs) // count))
     ]
 
 

@@ -392,9 +392,9 @@ class CalibrationData:
             calls = load_calls(run.config, run.model)
         own, processes = _own(calls, run), run.processes
         shared, sha256 = run.config.split_data and processes.size > 1, None
-        if run.config.split_data and run.config.tunes and (shared or run.config.deterministic):
+        if shared and run.config.tunes:
             sha256 = digest_of([*own, *calls])
-            calls, own = units(calls), units(own, -len(own))
+            calls, own = units(calls, processes.size), units(own, processes.size, -len(own))
         calls = [*own, *calls]
         if shared:
             sha256 = sha256 or digest_of(calls)

@@ -43,7 +43,7 @@ def collect(layer_plans: Sequence[LayerPlan], inputs: Inputs, run: Run, *, one_p
     goes_on = run.config.sequential == "none" and isinstance(inputs, AtBlock)
     if all(layer_plan.needs == "nothing" for layer_plan in layer_plans) and not goes_on:
         return [SharedInput([layer_plan], None) for layer_plan in layer_plans]
-    at_once = goes_on and one_pass and not run.config.deterministic  # exact sums may take a second pass
+    at_once = goes_on and one_pass
     groups = sum_up(layer_plans, inputs, _collector(layer_plans, share=True), run, go_on=at_once)
     reached = {name for names, stats in groups for name in names if stats.tokens}
     groups = [(names, _with_few_tokens(layer_plans, inputs, names, stats, run)) for names, stats in groups]

@@ -8,9 +8,8 @@ Shape letters: T tokens, C columns, E experts.
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -199,18 +198,11 @@ class RunningSum:
         if self.routes is not None:
             self.routes.append(route)
 
-    def anew(self) -> "RunningSum":
-        """A sum of nothing in the memory of this one, which is not needed any more."""
-        assert self.sums is not None
-        counts = None if self.counts is None else torch.zeros_like(self.counts)
-        return RunningSum(self.gram, self.sums.zero_(), 0, counts, None if self.routes is None else [])
-
-    def stats(self, *, whole: bool = True) -> "Stats | DeferredStats":
-        """Not ``whole``: without what `completed` adds."""
+    def stats(self) -> "Stats | DeferredStats":
         assert self.sums is not None
         if self.routes is not None and self.counts is not None:
-            return DeferredStats(self.counts, self.sums, [self.routes])
-        sums = completed(self.sums) if whole and self.gram and self.counts is None else self.sums
+            return DeferredStats(self.counts, self.sums, self.routes)
+        sums = completed(self.sums) if self.gram and self.counts is None else self.sums
         return _of_sums(self.tokens, sums, gram=self.gram, counts=self.counts)
 
 
@@ -289,13 +281,13 @@ class DeferredStats:
     """What `Stats` is for all experts at once, for a few at a time: `part` forms theirs, from rows that are held.
 
     counts, square_sums: of the rows that were routed, in all processes, before experts with few of them are filled.
-    calls: the rows that this process has, by call of the model: of its own calls all, or see `sent_to`.
+    routes: the rows that this process has: those of its own calls, or see `sent_to`.
     minimum, how, pool, everyone: experts with fewer than ``minimum`` rows are filled as ``how`` says, see `filled`.
     """
 
     counts: Tensor
     square_sums: Tensor
-    calls: list[list[Route]]
+    routes: list[Route]
     minimum: int = 0
     how: str = "pool"
     pool: Stats | None = None
@@ -326,16 +318,14 @@ class DeferredStats:
         return filled(stats, self.minimum, self.how, self.pool, everyone)
 
     def sent_to(self, owner: int, experts: range, processes: Processes) -> "DeferredStats":
-        """All processes call this. -> in the ``owner`` what forms these experts: the rows that all processes had, in
-        the order of the calls of the model, which were dealt out in turns."""
+        """All processes call this. -> in the ``owner`` what forms these experts: the rows that all processes had."""
         if processes.size == 1:
             return self
         what, rank = f"the tokens of experts {experts.start} to {experts.stop - 1}", processes.rank
         nothing = self.square_sums.new_empty(0)
-        held = [[route for route in call if route.expert in experts] for call in self.calls]
-        rows = [route.rows.detach() for call in held for route in call]
-        own = torch.cat(rows) if rows else nothing
-        sizes = [[(route.expert, len(route.rows)) for route in call] for call in held]
+        held = [route for route in self.routes if route.expert in experts]
+        own = torch.cat([route.rows.detach() for route in held]) if held else nothing
+        sizes = [(route.expert, len(route.rows)) for route in held]
         heads = processes.all_gather(what, (sizes, own.to("meta")))
         tensors = [torch.empty_like(like, device=nothing.device) if rank == owner else nothing for _, like in heads]
         tensors[rank] = own
@@ -343,20 +333,19 @@ class DeferredStats:
         everyone = self.everyone and self.everyone.sent_to(owner, experts, processes)
         if rank != owner:
             return self
-        of_ranks = []
-        for (sizes, _), tensor in zip(heads, tensors):
-            parts = iter(tensor.split([count for call in sizes for _, count in call]))
-            of_ranks.append([[Route(expert, next(parts)) for expert, _ in call] for call in sizes])
-        calls = [[route for call in turn for route in call] for turn in zip_longest(*of_ranks, fillvalue=[])]
-        return replace(self, calls=calls, everyone=everyone)
+        routes = [
+            Route(expert, rows)
+            for (sizes, _), tensor in zip(heads, tensors)
+            for (expert, _), rows in zip(sizes, tensor.split([count for _, count in sizes]))
+        ]
+        return replace(self, routes=routes, everyone=everyone)
 
     def _formed(self, experts: range) -> Stats:
         columns = self.square_sums.shape[-1]
         gram = self.square_sums.new_zeros(len(experts), columns, columns)
-        for call in self.calls:
-            for route in call:
-                if route.expert in experts:
-                    _add_gram(gram[route.expert - experts.start], route)
+        for route in self.routes:
+            if route.expert in experts:
+                _add_gram(gram[route.expert - experts.start], route)
         counts = self.counts[experts.start : experts.stop]
         return _of_sums(int(counts.sum()), gram, gram=True, counts=counts)
 
@@ -449,14 +438,11 @@ class Collector:
     def __init__(self, *, needs: Mapping[str, str], share: bool, all_tokens: Sequence[int] = ()) -> None:
         self.needs, self.sharing, self._all_tokens = needs, Sharing(wanted=share), all_tokens
         self._sums: dict[str, RunningSum] = {}
-        self._spare: dict[str, RunningSum] = {}  # whose memory is free
 
     def see(self, layer: Layer, inputs: tuple[Tensor, ...], token_mask: Tensor | None) -> None:
         if not self.sharing.leads(layer, inputs):
             return
         name, adapter = layer.name, layer.adapter
-        if name not in self._sums and name in self._spare:
-            self._sums[name] = self._spare.pop(name).anew()
         if not isinstance(adapter, RoutedAdapter):
             gram = not {"gram", ROWS}.isdisjoint(self.needs.values())
             total = self._sums.setdefault(name, RunningSum(gram))
@@ -473,13 +459,10 @@ class Collector:
         for route in () if self._all_tokens else adapter.routes(layer.owner, inputs, token_mask):
             total.add_route(route)
 
-    def take(self, *, again: bool = False) -> Groups:
-        """The statistics up to now. Sums begin anew after that; ``again``: in the same memory, and what is taken lacks
-        what `completed` adds."""
-        sums, self._sums = self._sums, {}
-        self._spare = sums if again else {}
+    def take(self) -> Groups:
+        """The statistics of all calls."""
         members = self.sharing.members().items()
-        return [(names, sums[leader].stats(whole=not again)) for leader, names in members if leader in sums]
+        return [(names, self._sums.pop(leader).stats()) for leader, names in members if leader in self._sums]
 
 
 # several processes ----------------------------------------------------------------------------------------------------
@@ -488,183 +471,61 @@ class Collector:
 EXCHANGE = "statistics"
 Names = tuple[str, ...]
 
-HEADROOM = 20  # a sum may become 2^20 times what is expected of it; what is below 2^-31 of that is rounded off
-ROWS_AT_ONCE = 64  # so that they stay in the cache while they are rounded
-ZERO = -(2**15)  # in the place of an exponent, for channels that were zero so far
 
-
-class SharedSums:
-    """Sums over the calls of all processes, by key: of Gram matrices ``[..., C, C]`` and of square sums ``[..., C]``.
-
-    ``exact``: in float64, with bits that depend neither on the order of the calls nor on how many processes share them
-    out. Each addend is rounded to a multiple of a power of two that is so large that no sum of such multiples has to
-    be rounded (pre-rounding: Rump, Ogita and Oishi 2008; Demmel and Nguyen 2013). Each channel has a power of its own,
-    by the first call in which it is not zero. Should a channel outgrow it, all calls have to be added once more.
-    """
-
-    def __init__(self, processes: Processes, device: torch.device, *, exact: bool) -> None:
-        self._processes, self._device, self._exact = processes, device, exact  # device: of what is not added here
-        self._totals: dict[Any, tuple[Tensor, bool]] = {}  # with whether it is a Gram matrix
-        self._calls = 0
-        # by key the exponents e of channels, with square sums of at most 4^e in one call: the first, the largest
-        self._expected: dict[Any, Tensor] = {}
-        self._largest: dict[Any, Tensor] = {}
-
-    def add(self, of_call: Mapping[Any, Tensor], grams: Container[Any]) -> None:
-        """Add what one call has; the keys in ``grams`` are those of Gram matrices. Where sums are exact, all processes
-        come to this once for each of their calls, and then to `all_done`."""
-        if self._exact:
-            exponents = {key: _exponents(x, gram=key in grams) for key, x in of_call.items()}
-            self._agree(exponents)
-            for key, own in exponents.items():
-                self._largest[key] = torch.maximum(own, self._largest.get(key, own))
-        self._calls += bool(of_call)
-        for key, values in of_call.items():
-            total, gram = self._totals.get(key, (None, key in grams))
-            if self._exact:
-                total = _exact_sum(total, values, self._expected[key].to(values.device), gram=gram)
-            else:
-                total = values if total is None else total + values
-            self._totals[key] = total, gram
-
-    def _agree(self, exponents: Mapping[Any, Tensor] | None) -> bool:
-        """Take in what is expected of channels that were zero up to here, by the first call that has them. None: this
-        process has no more calls. -> whether none has."""
-        news: dict[Any, Tensor] = {}
-        for key, own in (exponents or {}).items():
-            known = self._expected.get(key, torch.full_like(own, ZERO))
-            if ((known == ZERO) & (own != ZERO)).any() or key not in self._expected:
-                news[key] = own
-        of_ranks = self._processes.all_gather(EXCHANGE, None if exponents is None else news)
-        for of_rank in of_ranks:  # calls are dealt out in turns: the first one of rank 0 comes first
-            for key, own in (of_rank or {}).items():
-                known = self._expected.get(key, torch.full_like(own, ZERO))
-                self._expected[key] = torch.where(known == ZERO, own, known)
-        return all(of_rank is None for of_rank in of_ranks)
-
-    def totals(self) -> dict[Any, Tensor] | None:
-        """The sums, in all processes, when each has added all its calls. None, in all of them, if all calls have to be
-        added once more."""
-        while self._exact and not self._agree(None):
-            pass
-        shapes: dict[Any, Tensor] = {}  # on "meta"
-        own, calls, largest = self._totals, self._calls, self._largest
-        there = {key: (total.to("meta"), gram) for key, (total, gram) in own.items()}
-        of_ranks = self._processes.all_gather(EXCHANGE, (calls, largest, there))
-        self._totals, self._calls, self._largest = {}, 0, {}
-        for _, _, of_rank in of_ranks:
-            for key, (like, _) in of_rank.items():
-                shapes[key] = shapes[key] + like if key in shapes else like
-        if self._outgrown([calls for calls, _, _ in of_ranks], [largest for _, largest, _ in of_ranks]):
-            return None
-        nothing = torch.zeros((), device=next((x.device for x, _ in own.values()), self._device))
-        sums = {
-            key: own.get(key, (nothing,))[0].to(like.dtype).expand(like.shape).contiguous()
-            for key, like in shapes.items()
-        }
-        self._processes.all_reduce(EXCHANGE, list(sums.values()))
-        for key in {key for *_, of_rank in of_ranks for key, (_, gram) in of_rank.items() if gram and self._exact}:
-            mirror(sums[key], ROWS_AT_ONCE)
-        return sums
-
-    def _outgrown(self, calls: Sequence[int], largest: Sequence[Mapping[Any, Tensor]]) -> bool:
-        """Whether sums may have been rounded. More is expected of their channels then."""
-        room, outgrown = HEADROOM - sum(calls).bit_length(), False
-        for of_rank in largest:
-            for key, exponents in of_rank.items():
-                growth = exponents - self._expected[key]
-                outgrown |= bool(((growth > 0) & (2 * growth > room)).any())
-        for of_rank in largest if outgrown else ():
-            for key, exponents in of_rank.items():
-                self._expected[key] = torch.maximum(self._expected[key], exponents)
-        return outgrown
-
-
-def _exponents(sums: Tensor, *, gram: bool) -> Tensor:
-    """int32 ``[..., C]``, on the CPU: e for square sums between 4^(e - 1) and 4^e."""
-    squares = sums.diagonal(dim1=-2, dim2=-1) if gram else sums
-    exponents = -(-torch.frexp(squares).exponent // 2)
-    return exponents.where((squares > 0) & squares.isfinite(), ZERO).int().cpu()
-
-
-def _exact_sum(total: Tensor | None, values: Tensor, exponents: Tensor, *, gram: bool) -> Tensor:
-    """total + values, each value rounded to a multiple of what its ``exponents`` allow; in place if the shapes are
-    equal. Of a Gram matrix what is left of the diagonal's strips stays out, see `mirror`."""
-    size = torch.exp2(exponents.double()).masked_fill(exponents == ZERO, 0)
-    # one attention may be called with one input for q, k and v, and with several
-    shape = torch.broadcast_shapes(values.shape, (*size.shape, size.shape[-1]) if gram else size.shape)
-    if total is None or total.shape != shape:
-        total = size.new_zeros(shape) if total is None else total.expand(shape).clone()
-    left, right = size.unsqueeze(-1), size.unsqueeze(-2)
-    rows, into = values, total
-    if not gram:
-        left, right, rows, into = size.new_ones(1, 1), right.square(), values.unsqueeze(-2), total.unsqueeze(-2)
-    left = left * (1.5 * 2.0 ** (HEADROOM + 1))  # what is as large as this has its last bit where values have theirs
-    for first in range(0, rows.shape[-2], ROWS_AT_ONCE):
-        part = slice(first, first + ROWS_AT_ONCE)
-        grid = left[..., part, :] * right[..., first:]
-        into[..., part, first:] += grid.add(rows[..., part, first:]).sub_(grid)
-    return total
+def shared_sums(own: Mapping[Any, Tensor], processes: Processes, device: torch.device) -> dict[Any, Tensor]:
+    """Sums over all processes, in all of them, by key; a process may lack some. They have the same shape, or one has
+    fewer axes. ``device``: of what this process lacks."""
+    shapes: dict[Any, Tensor] = {}  # on "meta"
+    for of_rank in processes.all_gather(EXCHANGE, {key: x.to("meta") for key, x in own.items()}):
+        for key, like in of_rank.items():
+            shapes[key] = shapes[key] + like if key in shapes else like
+    nothing = torch.zeros((), device=next((x.device for x in own.values()), device))
+    sums = {key: own.get(key, nothing).to(like.dtype).expand(like.shape).contiguous() for key, like in shapes.items()}
+    processes.all_reduce(EXCHANGE, list(sums.values()))
+    return sums
 
 
 class SumsOfAllProcesses:
     """The sums of a ``collector`` over all processes of a run. `next_call` is called before each call of the model.
 
-    Each process adds up all that it has, and then the sums are added. With ``deterministic`` the sums of each call of
-    the model are added, exactly: see `SharedSums`. ``sharing_changed``: whether layers of one process or several have
-    shared an input in one call but not in another.
+    ``sharing_changed``: whether layers of one process or several have shared an input in one call but not in another.
     """
 
     def __init__(self, collector: Collector, run: Run) -> None:
         self.sharing_changed = False
-        self._collector, self._processes = collector, run.processes
-        self._deterministic = run.config.deterministic
-        device = run.config.device or torch.device("cpu")
-        self._sums = SharedSums(run.processes, device, exact=run.config.deterministic)
-        self._stats: dict[Names, Stats] = {}  # without their sums
-        self._calls: list[dict[Names, list[Route]]] = []  # the rows that are held, by call
+        self._collector, self._run = collector, run
 
     def next_call(self, _: object = None) -> None:
         """The call before, if there was one, is over."""
         self._collector.sharing.end_call()
-        if self._deterministic:
-            self._add(self._collector.take(again=True))
 
     def groups(self) -> Groups | None:
-        """(names of layers with one input, their statistics), the same in all processes. None, in all of them, if all
-        calls have to be run once more: by layers that share no input if ``sharing_changed``."""
+        """(names of layers with one input, their statistics), the same in all processes. None, in all of them, if
+        ``sharing_changed``: all calls have to be run once more, by layers that share no input."""
         self.next_call()
-        rest = self._collector.take()  # nothing where sums are exact, and their memory is free then
-        if not self._deterministic:
-            self._add(rest)
-        totals, merged, calls = self._sums.totals(), dict[Names, Stats](), self._calls
-        for of_rank in self._processes.all_gather(EXCHANGE, self._stats):
+        own = {tuple(names): stats for names, stats in self._collector.take()}
+        processes, merged = self._run.processes, dict[Names, Stats]()
+        device = self._run.config.device or torch.device("cpu")
+        totals = shared_sums({names: _sums(stats) for names, stats in own.items()}, processes, device)
+        without = {names: _without_sums(stats) for names, stats in own.items()}
+        for of_rank in processes.all_gather(EXCHANGE, without):
             for names, stats in of_rank.items():
                 merged[names] = merged[names] + stats if names in merged else stats
-        self._stats, self._calls = {}, []
         every = [name for names in merged for name in names]
         changed = self._collector.sharing.changed or len(set(every)) < len(every)
-        self.sharing_changed = any(self._processes.all_gather("whether layers share inputs", changed))
-        if totals is None or self.sharing_changed:
+        self.sharing_changed = any(processes.all_gather("whether layers share inputs", changed))
+        if self.sharing_changed:
             return None
         groups: Groups = []
         for names, stats in merged.items():
             sums, gram = totals[names].to(_sums(stats).dtype), stats.gram is not None
             if stats.counts is not None and self._collector.needs[names[0]] == ROWS:
-                groups.append((list(names), DeferredStats(stats.counts, sums, [call.get(names, []) for call in calls])))
+                held = own.get(names)
+                routes = held.routes if isinstance(held, DeferredStats) else []
+                groups.append((list(names), DeferredStats(stats.counts, sums, routes)))
             else:
                 groups.append((list(names), _of_sums(stats.tokens, sums, gram=gram, counts=stats.counts)))
         return groups
-
-    def _add(self, groups: Groups) -> None:
-        of_call = {tuple(names): stats for names, stats in groups}
-        for names, stats in of_call.items():
-            without = _without_sums(stats)
-            self._stats[names] = self._stats[names] + without if names in self._stats else without
-        held = {names: stats.calls[0] for names, stats in of_call.items() if isinstance(stats, DeferredStats)}
-        self._calls.append(held)
-        grams = {names for names, stats in of_call.items() if stats.gram is not None}
-        self._sums.add({names: _sums(stats) for names, stats in of_call.items()}, grams)
 
 
 def _sums(stats: Stats | DeferredStats) -> Tensor:
@@ -688,13 +549,8 @@ def pool_of(stats: DeferredStats, run: Run) -> Stats:
     """The sums over all experts, in all processes."""
     columns, gram = stats.square_sums.shape[-1], None
     if run.config.experts == "pool":  # the others need no Gram matrix of it
-        sums, totals = SharedSums(run.processes, stats.square_sums.device, exact=run.config.deterministic), None
-        while totals is None:
-            for call in stats.calls:
-                total = stats.square_sums.new_zeros(columns, columns)
-                for route in call:
-                    _add_gram(total, route)
-                sums.add({POOL: total} if call else {}, {POOL})
-            totals = sums.totals()
-        gram = totals[POOL].to(stats.square_sums.dtype)
+        total = stats.square_sums.new_zeros(columns, columns)
+        for route in stats.routes:
+            _add_gram(total, route)
+        gram = shared_sums({POOL: total}, run.processes, total.device)[POOL]
     return Stats(stats.tokens, stats.square_sums.sum(0), gram)

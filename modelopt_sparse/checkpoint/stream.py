@@ -95,16 +95,14 @@ def sparsify_checkpoint(
     whenever a file of the source is missing, damaged, or another one than at the start; OSError on a full disk. The
     blocks that are done are kept then.
 
-    Under torch.distributed all processes of the default group call it and share the work, with ``deterministic`` set,
-    so that a run may go on with another number of them; the first one writes. If one fails or dies, the others raise
-    RankError.
+    Under torch.distributed all processes of the default group call it and share the work; the first one writes. Another
+    number of them may go on with a run that was stopped: sums are rounded in another way then, and the report says so.
+    If one fails or dies, the others raise RankError.
     """
     target = Path(target)
     with Processes.of(distributed_in(config, options)) as processes:
         target = _place(target, source, overwrite=overwrite)
         chosen, settings = resolve(method, config, options)
-        if processes.size > 1:
-            settings = replace(settings, deterministic=True)
         _refuse_whole_model(settings, "sparsify")
         remote: dict[str, Any] = {"trust_remote_code": trust_remote_code}
         folder = local_folder(source, revision)
@@ -160,8 +158,6 @@ def shrink_checkpoint(
     _refuse_whole_model(config, "shrink", [(budget, "budget", instead), (by_kl, "blocks_by='kl'", instead)])
     with Processes.of(config.distributed) as processes:
         target = _place(Path(target), source, overwrite=overwrite)
-        if processes.size > 1:
-            config = replace(config, deterministic=True)
         config = config if processes.rank == 0 else replace(config, progress=False)
         remote: dict[str, Any] = {"trust_remote_code": trust_remote_code}
         folder = local_folder(source, revision)
@@ -227,7 +223,9 @@ def _streamed(job: _Job, target: Path, processes: Processes, *, overwrite: bool)
                 with Streamed(model, job.names, places, work, files, spill=job.spill) as storage:
                     report = job.work_on(storage, work)
                     if storage.reused:
-                        notes.append(f"{storage.reused} of {len(job.names)} blocks were reused from a stopped run")
+                        begun_by, reused = work.begun_by, f"{storage.reused} of {len(job.names)} blocks were reused"
+                        others = f" of {begun_by} process{'es' * (begun_by > 1)}" * (begun_by != processes.size)
+                        notes.append(f"{reused} from a stopped run{others}")
                     report.notes += [note for note in notes if note not in report.notes]
                     # the work folder moves in the end: others may still read there, where all blocks were done before
                     processes.all_gather("the end of the work")

@@ -17,7 +17,8 @@ nothing to go on from then. It holds:
   lock                  locked by the run that is going on
 
 Of several processes the first one leads: it alone holds the lock and writes here, but for spilled activations and
-converted weights, which each writes for itself. The others read. So the folder says nothing of their number.
+converted weights, which each writes for itself. The others read. Another number of them may go on: started.json says
+how many have begun.
 
 Every file is written in ``writing/``, synced and renamed, and after that the .json file is written that lists it. So a
 run may be killed at any moment.
@@ -53,7 +54,7 @@ LOCK = "lock"
 FOLDERS = ("folder", "masks", "named")
 SCRATCH = ("writing", "converted")
 # what a run is started with and is known only when it has been read
-DATA, SOURCE = "calibration data", "source file "
+DATA, SOURCE, PROCESSES = "calibration data", "source file ", "processes"
 
 
 @dataclass(frozen=True)
@@ -201,13 +202,18 @@ class WorkFolder:
         self._processes = processes
         self._is_same: bool | None = None  # None: not compared yet
         self._overwrite = overwrite
-        self._started: dict[str, Any] = json.loads(json.dumps(started, default=str))
+        self._started: dict[str, Any] = json.loads(json.dumps({**started, PROCESSES: processes.size}, default=str))
 
     # what was there before --------------------------------------------------------------------------------------------
 
     def has_blocks(self) -> bool:
         """Whether a block is done, so that there is something to go on from."""
         return (self.path / STARTED).is_file() and any(self.path.glob("block-*.json"))
+
+    @property
+    def begun_by(self) -> int:
+        """How many processes have begun the run."""
+        return self._started[PROCESSES]
 
     def begin(self) -> None:
         """Go on from what is there, or start anew."""
@@ -234,9 +240,9 @@ class WorkFolder:
         seal = self.path / "writing" / f"seal-{secrets.token_hex(8)}"
         if self.leads:
             seal.touch()
-        facts = self.done, self.budget, self.report, self.finished, seal.name
+        facts = self.done, self.budget, self.report, self.finished, self._started, seal.name
         facts = self._processes.all_gather("the work folder", facts if self.leads else None)[0]
-        self.done, self.budget, self.report, self.finished, name = facts
+        self.done, self.budget, self.report, self.finished, self._started, name = facts
         if not (self.path / "writing" / name).is_file():
             problem = f"of rank 0 is not there for rank {self._processes.rank}"
             raise ValueError(f"{str(self.path)!r} {problem}: put it where all processes see it")
@@ -250,7 +256,7 @@ class WorkFolder:
     def _problem(self) -> str:
         """Why the run that is there cannot be continued; "" if it can. Reads the records of its blocks."""
         started = self._read_json(STARTED)
-        if difference := _difference(_at_once(started), self._started):
+        if difference := _difference(_at_once(started), _at_once(self._started)):
             return difference
         for path in () if is_finished(self.final_folder) else sorted(self.path.glob("block-*.json")):
             record = BlockRecord(**self._read_json(path.name))
@@ -275,12 +281,12 @@ class WorkFolder:
                 self.done, self.budget, self.report, self.finished = {}, None, None, False
 
     def _compare(self, read: Mapping[str, Any]) -> bool:
-        there = {name: value for name, value in self._started.items() if name not in _at_once(self._started)}
+        there = {name: value for name, value in self._started.items() if _is_read(name)}
         difference = _difference({**read, **there}, read)
         if difference:
             self._throw_away(difference)
         if difference or not there:
-            self._started = {**_at_once(self._started), **read}
+            self._started = {**_at_once(self._started), PROCESSES: self._processes.size, **read}
             self.write_json(STARTED, self._started)
         return not difference
 
@@ -380,7 +386,12 @@ class WorkFolder:
 
 def _at_once(started: Mapping[str, Any]) -> dict[str, Any]:
     """What is known of a run before it has read anything."""
-    return {name: value for name, value in started.items() if name != DATA and not name.startswith(SOURCE)}
+    return {name: value for name, value in started.items() if name != PROCESSES and not _is_read(name)}
+
+
+def _is_read(name: str) -> bool:
+    """Whether it is of the source or of the data."""
+    return name == DATA or name.startswith(SOURCE)
 
 
 def _difference(there: Mapping[str, Any], now: Mapping[str, Any]) -> str:

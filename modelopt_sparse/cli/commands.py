@@ -155,7 +155,6 @@ def _flags(
         None, help="What is sparse before a layer when it is calibrated: block, stage or none. Default: block."
     ),
     seed: int | None = Option(None, help="Seed of the choice of windows. Default: 0."),
-    deterministic: bool | None = Option(None, "--deterministic", help="Any number of processes gives the bits of one."),
     config: Path | None = Option(
         None, "--config", help="YAML file of any options of the API; --set and flags win over it."
     ),
@@ -341,8 +340,6 @@ def plan(
     training_recipe: Path | None = Option(
         None, "--training", help="YAML with a section sparsity: show what would be trained sparse instead."
     ),
-    processes: int | None = Option(None, help="Also what each of so many takes and sends, where they stream MODEL."),
-    nodes: int | None = Option(None, help="With --processes: on how many machines. Default: 1."),
     dequantize: Dequantize = False,
     all_rows: AllRows = False,
     as_json: Json = False,
@@ -350,31 +347,18 @@ def plan(
 ) -> None:
     """Show what sparsify would do to MODEL, or training. Says why the rest stays dense. Reads no weights."""
     from modelopt_sparse.cli.inputs import settings_of
-    from modelopt_sparse.plan.memory import SharedOut
 
     settings = settings_of(source, **flags, check_device=False)  # the device may be another machine's
-    options = {**settings, "processes": processes, "nodes": nodes}
-    if training_recipe is not None and (extra := [key for key, value in options.items() if value is not None]):
+    if training_recipe is not None and (extra := [key for key, value in settings.items() if value is not None]):
         raise ValueError(f"--training shows a recipe of its own: leave {', '.join(sorted(extra))} out")
-    if nodes is not None and processes is None:
-        raise ValueError("--nodes goes with --processes")
     empty, quantized = source.empty(dequantize)
-    shared: list[SharedOut] = []
     if training_recipe is not None:
         planned: Any = mts.training.configure(training_recipe).plan(empty)
     else:
-        if processes is not None:
-            settings["deterministic"] = True  # as streaming by several processes is
         planned = mts.make_plan(empty, settings.pop("method"), settings)
         if quantized is not None:
             planned = replace(planned, notes=(*planned.notes, str(quantized)))
-        if processes is not None:
-            shared = [SharedOut.of(planned, empty, processes, 1 if nodes is None else nodes)]
-    if as_json:
-        more = {"processes": shared[0].as_dict()} if shared else {}
-        _print_json({**json.loads(planned.to_json()), **more})
-    else:
-        typer.echo("\n\n".join(each.text(all_rows=all_rows) for each in (planned, *shared)))
+    typer.echo(planned.to_json() if as_json else planned.text(all_rows=all_rows))
 
 
 @command

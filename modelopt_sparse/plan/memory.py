@@ -1,9 +1,7 @@
 """The memory of a run, estimated from shapes alone: upper bounds in bytes."""
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
@@ -13,10 +11,9 @@ from modelopt_sparse.model.adapters import CONV, UP, RoutedAdapter
 from modelopt_sparse.model.devices import bytes_of, input_device
 from modelopt_sparse.model.hf import default_seq_len, text_config_of, writes_text
 from modelopt_sparse.model.layers import Stack
-from modelopt_sparse.plan.options import OWN_WINDOWS, STEP_TOKENS, UNITS, SparsifyConfig
+from modelopt_sparse.plan.options import OWN_WINDOWS, STEP_TOKENS, SparsifyConfig
 from modelopt_sparse.plan.plan import LayerPlan, Plan
-from modelopt_sparse.reports.text import Printed, first_few, paragraph, sizes_by_place, table
-from modelopt_sparse.values import check_whole
+from modelopt_sparse.reports.text import first_few
 
 HOST = "host"  # the place that is the CPU's memory
 BYTES_PER_SUM = 4  # of a number of a layer's input, which is cast to float32 for its statistics
@@ -31,8 +28,6 @@ CHOICE_GRAMS, CHOICE_WEIGHTS = 5 * 8 + 4, 9 * 8
 ROUTE = 20  # bytes of a token and an expert that it is routed to: two places and a gate
 # copies of the logits in a step of distillation: those of the dense and the sparse model, and three gradients
 LOGITS = 5
-# copies of the statistics with deterministic=True: sums of one call, and the totals in float64
-DETERMINISTIC_COPIES = 3
 
 
 def estimated(
@@ -69,7 +64,7 @@ def estimated(
     hidden = value * (getattr(getattr(model, "config", None), "hidden_size", None) or 0)  # bytes of a token
 
     memory = {
-        "statistics_of_one_block": (DETERMINISTIC_COPIES if config.deterministic else 1) * largest["statistics"],
+        "statistics_of_one_block": largest["statistics"],
         "solver_workspace": max(layer["workspace"] for layer in layers),
     }
     if widened:
@@ -195,84 +190,6 @@ def activation_copies(config: SparsifyConfig) -> int:
     return 2 if config.reconstruct.target == "sparse" else 3
 
 
-# several processes ----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class SharedOut(Printed):
-    """What a plan takes where several processes stream it together, at most.
-
-    each: place -> part -> bytes of one process. Of the host, "outside of the blocks" and half of "one block twice" are
-      pages of files, which the processes of a machine have in common.
-    sent: part -> bytes that a process sends for one block. Sums of statistics go around a ring; of experts that are
-      solved a few at a time their tokens go to the process that solves them; each solution goes from there to all
-      others, with masks as bits. In each step that tunes a block, gradients go to the process that steps the weight,
-      and weights from it to all others; all gradients are counted, which masks that stay need for kept weights alone.
-    costliest: the layer of a block, or as many of its experts as are solved at a time, that takes the largest ``share``
-      of its solver's operations. One process solves it.
-    """
-
-    processes: int
-    nodes: int
-    each: dict[str, dict[str, int]]
-    sent: dict[str, int]
-    layers: int
-    costliest: str
-    share: float
-
-    @classmethod
-    def of(cls, plan: Plan, model: nn.Module, processes: int, nodes: int) -> "SharedOut":
-        """``plan`` is made with ``deterministic``, as a streaming run of several processes is. Experts are taken to get
-        equally many tokens."""
-        check_whole("processes", processes, 2)
-        check_whole("nodes", nodes)
-        if processes % nodes:
-            raise ValueError(f"{processes} processes on {nodes} machines: give as many to each")
-        if not plan.streamed:
-            raise ValueError("a model without blocks is not streamed: leave processes out")
-        block = max(plan.by_block.values(), key=lambda of_block: sum(each.size for each in of_block))
-        costs = [each.size * each.shape[-1] + each.matrices * each.shape[-1] ** 3 / 3 for each in block]
-        alone: dict[str, float] = {}
-        for x, cost in zip(block, costs):
-            name = f"{x.at_once} experts of {x.name}" if x.at_once else x.name
-            alone[name] = cost * (x.at_once or x.matrices) / x.matrices
-        costliest, others = max(alone, key=alone.__getitem__), processes - 1
-        grams = [each for each in block if _needs(each) == "gram"]
-        # of experts that are solved a few at a time only that of all of them, for those with few tokens
-        totals = sum(8 * (1 if each.at_once else each.matrices) * each.shape[-1] ** 2 for each in grams)
-        values = sum(each.size * each.layer.parameter.element_size() + -(-each.size // 8) for each in block)
-        sent = {"statistics": 2 * others * totals // processes, "weights and masks": others * values // processes}
-        if tuned := [layer_plan for layer_plan in block if "reconstruct" in layer_plan.steps]:
-            gradients = sum(_bytes_per_number(each) * each.size for each in tuned)
-            parts = processes if processes in (2, 4) else UNITS  # of a sum of gradients: each is one process's
-            weights = sum(each.size * each.layer.parameter.element_size() for each in tuned)
-            sent["each step that tunes it"] = others * round(parts * gradients / processes + weights) // processes
-        added = {"activations": 0, "routed_tokens_of_one_block": 0}  # to a process's share
-        if held := plan.memory.get("routed_tokens_of_one_block", 0):
-            few = [each for each in grams if each.at_once is not None]
-            rows, at_a_time = _rows_of_experts(few, held, experts_per_token(model))
-            sent["tokens"], added["routed_tokens_of_one_block"] = others * rows // processes**2, at_a_time
-        each = {
-            place: {part: -(-size // processes) + added[part] if part in added else size for part, size in x.items()}
-            for place, x in plan.streamed.items()
-        }
-        return cls(processes, nodes, each, sent, len(block), costliest, alone[costliest] / sum(costs))
-
-    def text(self, *, all_rows: bool = False) -> str:
-        count, width, rows = self.processes // self.nodes, 14, []
-        for place, part, size in sizes_by_place(self.each):
-            rows.append((place, part, *(f"{each / 2**20:,.1f}".rjust(width) for each in (size, count * size))))
-        heads = ("MiB of each", f"of {count} there")
-        head = f"{self.processes} processes, at most", "", *(title.rjust(width) for title in heads)
-        sent = ", ".join(f"{part} {size / 2**20:,.1f} MiB" for part, size in self.sent.items())
-        says = (
-            f"Each process sends at most this for a block: {sent}. Runs over the data are shared out. Of the "
-            f"{self.layers} layers of a block, one process solves {self.costliest}, which is {self.share:.0%} "
-            "of the solver's operations: more processes do not make that faster."
-        )
-        return f"{table(head, rows)}\n\n{paragraph(says, all_rows=all_rows)}"
-
-
 # parts ----------------------------------------------------------------------------------------------------------------
 
 
@@ -304,15 +221,6 @@ def _of_layer(layer_plan: LayerPlan, config: SparsifyConfig, said: int | None, *
         "routed": routed,
         "batch": through * ((rows + columns) * (value + widens * BYTES_PER_SUM) + columns * BYTES_PER_SUM),
     }
-
-
-def _rows_of_experts(few: Sequence[LayerPlan], held: int, said: int | None) -> tuple[int, int]:
-    """Bytes of the rows of all experts of some layers, and of the experts of one that are solved at a time, where
-    ``held`` is what they take if those that experts share are held once."""
-    columns = [(said or each.matrices) * each.shape[-1] for each in few]
-    once = sum(each.shape[-1] if each.layer.adapter is UP else own for each, own in zip(few, columns))
-    at_a_time = max(own * (each.at_once or 0) / each.matrices for each, own in zip(few, columns))
-    return held * sum(columns) // once, math.ceil(held * at_a_time / once)
 
 
 def _of_choice(

@@ -296,7 +296,6 @@ DATA_SET = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?(:[^:\s]*(:\S+)?)?")  # NAME[:CON
 FILES = (".txt", ".jsonl")
 STEP_TOKENS = 1024  # about as many are in a step of the optimizer
 LEAST_STEPS = 8  # in an epoch, as far as there are rows
-UNITS = 8  # that a batch is cut into where processes share it, as far as it has so many windows
 SELF = "self"  # as data: text that the model writes, all of it
 # options of other libraries, whose names are like those of other options here
 ELSEWHERE = {
@@ -316,7 +315,7 @@ OWN_WINDOWS = 3  # written by the model for each of the user's, with self_data="
 REPORTED = (
     *("replace", "sequential", "enforce", "seed", "count_padding", "min_tokens", "experts", "memory_limit"),
     *("self_data", "quality", "permute", "update", "polish", "reconstruct", "distill"),
-    *("budget", "choices", "runtime", "autocast", "float32_products", "deterministic"),
+    *("budget", "choices", "runtime", "autocast", "float32_products"),
 )
 REPORTED_OF_TEXT = ("num_samples", "seq_len", "batch_size")
 OF_OUTPUT = ("output", "divergence")  # in a report where they are set
@@ -409,7 +408,6 @@ class SparsifyConfig:
         initialised; False makes this process work by itself; True is an error without a group.
       split_data: True: all processes give the same data, and each takes its share, rank r of N the batches r, r + N,
         and so on; False: what each gives is its share. A forward_loop always is.
-      deterministic: add statistics in float64 without rounding, so that any number of processes gives the bits of one.
     """
 
     pattern: Pattern = field(default_factory=lambda: parse_pattern(DEFAULT_PATTERN))
@@ -456,7 +454,6 @@ class SparsifyConfig:
     progress: bool | None = None
     distributed: bool | None = None
     split_data: bool = True
-    deterministic: bool = False
 
     def __new__(cls, **options: Any) -> "SparsifyConfig":
         config = super().__new__(cls)

@@ -52,7 +52,7 @@ MOVED = 0.02  # of it, else the last
 TAKEN = (
     *("data_loader", "collect_func", "max_batches", "data", "tokenizer", "processor", "num_samples", "seq_len"),
     *("batch_size", "seed", "self_data", "count_padding", "quality", "reconstruct", "distill", "device", "autocast"),
-    *("progress", "distributed", "split_data", "deterministic", "output", "divergence"),
+    *("progress", "distributed", "split_data", "output", "divergence"),
 )
 HOW = ("criterion", "refit", "blocks_by")
 OWN = ("mlp", "blocks", "experts", "to", "budget", *HOW, "multiple_of", "tensor_parallel", "kept", "protect")

@@ -268,8 +268,8 @@ def work_shares(groups: Sequence[Sequence[LayerPlan]], run: Run) -> dict[str, di
     first.
 
     A layer costs the seconds that one of its kind took before, if they are known of all layers, else a count of
-    operations. Experts are dealt out by themselves unless ``deterministic``. Those that are solved so many at a time
-    for want of memory are, in turns, so that no process holds the rows of more than those at a time.
+    operations. Experts are dealt out in ranges; those that are solved so many at a time for want of memory in turns, so
+    that no process holds the rows of more than those at a time.
     """
     size = run.processes.size
     shares: dict[str, dict[range, int]] = {}
@@ -284,7 +284,7 @@ def work_shares(groups: Sequence[Sequence[LayerPlan]], run: Run) -> dict[str, di
             matrices = step = layer_plan.matrices
             if size > 1 and layer_plan.at_once is not None:
                 step = layer_plan.at_once
-            elif layer_plan.routed and not run.config.deterministic:
+            elif layer_plan.routed:
                 step = -(-matrices // size)
             pieces = [range(start, min(start + step, matrices)) for start in range(0, matrices, step)]
             shares[layer_plan.name] = {experts: turn % size for turn, experts in enumerate(pieces)}

@@ -9,7 +9,6 @@ from transformers.pytorch_utils import Conv1D
 
 import modelopt_sparse as mts
 from modelopt_sparse.accuracy.tuning import TunedWeights, learning_rates
-from modelopt_sparse.distributed import Processes
 from modelopt_sparse.plan.options import Distill, Reconstruct
 from tests.helpers import assert_bits, assert_same_state, in_steps, state_of, tiny_llama, token_batches
 from tests.models.architectures import ARCHITECTURES
@@ -438,16 +437,6 @@ def test_what_cannot_work_is_refused_before_any_work(options, message):
 def test_data_is_asked_for_even_if_the_method_needs_none():
     with pytest.raises(ValueError, match=r"'magnitude\+reconstruct' needs calibration data"):
         mts.sparsify(tiny_llama(), "magnitude", reconstruct=True)
-
-
-def test_each_process_holds_the_values_of_a_share_alone():
-    """By size: 6 and 1 elements, and 4 and 3; the others know the shapes."""
-    weights = dict.fromkeys([nn.Parameter(torch.ones(size)) for size in (3, 6, 1, 4)])
-    held = [TunedWeights(weights, {}, 0.1, processes=Processes(rank, 2)) for rank in range(2)]
-    assert [each.owners for each in held] == [[1, 0, 0, 1]] * 2
-    for rank, own in enumerate(held):
-        assert [weight.values.shape for weight in own.each] == [(3,), (6,), (1,), (4,)]
-        assert [weight.values.is_meta for weight in own.each] == [owner != rank for owner in own.owners]
 
 
 @pytest.mark.parametrize("full", [0.01, 1.0])

@@ -13,7 +13,7 @@ from transformers import AutoConfig
 import modelopt_sparse as mts
 from modelopt_sparse.methods.scores import Wanda
 from modelopt_sparse.model.hf import model_class
-from tests.helpers import token_batches
+from tests.helpers import assert_alike, token_batches
 from tests.models.tiny import VOCAB
 
 
@@ -71,6 +71,12 @@ def assert_same_folders(one: Path, other: Path) -> None:
         )
     if mts.report(one).layers:  # else nothing is sparse
         assert str(mts.verify(one)) == str(mts.verify(other))
+
+
+def assert_alike_folders(one: Path, other: Path) -> None:
+    """What sums of other roundings have made; and both are whole."""
+    assert_alike(*(mts.load(folder).state_dict() for folder in (one, other)))
+    assert str(mts.verify(one)) == str(mts.verify(other))
 
 
 class Stopping(Wanda):

@@ -203,11 +203,6 @@ def test_plan_needs_no_weights(run, work):
     as_json = run("plan", work / "only-config", "--pattern", "50%", "--exclude", "*gate*", "--json")
     assert json.loads(as_json.out) == json.loads(made.to_json())
     assert as_json.err == ""
-    assert "2 processes, at most" in run("plan", work / "only-config", "--processes", 2).out
-    shared = run("plan", work / "only-config", "--processes", 4, "--nodes", 2, "--json")
-    assert json.loads(shared.out)["processes"]["nodes"] == 2
-    assert run("plan", work / "only-config", "--processes", 3, "--nodes", 2).code == 2
-    assert "--nodes goes with --processes" in run("plan", work / "only-config", "--nodes", 2).err
 
 
 def test_the_plan_of_shrink_needs_no_weights_and_sees_every_size(run, work):
@@ -409,11 +404,11 @@ def test_speed_shows_the_report_of_what_it_was_asked_to_time(run, tmp_path, monk
 
 PLANNED = "--output --divergence "
 PLANNED += "--method --quality --pattern --budget --choices --losses --data --num-samples --seq-len --batch-size "
-PLANNED += "--include --exclude --sequential --seed --deterministic --config --set --device --dtype "
+PLANNED += "--include --exclude --sequential --seed --config --set --device --dtype "
 PLANNED += "--dequantize --revision --trust-remote-code --json"
 FLAGS = {
     "sparsify": f"model --out {PLANNED} --eval --stream --spill --overwrite --html --progress --no-progress --quiet",
-    "plan": f"model {PLANNED} --training --processes --nodes --all",
+    "plan": f"model {PLANNED} --training --all",
     "budget": f"model {PLANNED.replace('--dequantize ', '')} --progress --no-progress --all",
     "shrink": "model --out --mlp --blocks --experts --to --budget --criterion --quality --data --num-samples "
     "--output --divergence "

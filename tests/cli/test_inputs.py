@@ -138,7 +138,6 @@ VALUES = {
     "progress": "false",
     "distributed": "false",
     "split_data": "false",
-    "deterministic": "true",
     "update": "true",
     "permute": "true",
     "polish": "5",

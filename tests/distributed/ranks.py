@@ -32,9 +32,11 @@ from torch.distributed.fsdp import fully_shard
 
 import modelopt_sparse as mts
 from modelopt_sparse import distributed
+from modelopt_sparse.accuracy.tuning import BatchNumbers, TunedWeights
 from modelopt_sparse.calibration.blocks import blocks_in_call_order
 from modelopt_sparse.calibration.inputs import collect
 from modelopt_sparse.calibration.run import calibrating
+from modelopt_sparse.calibration.sums import shared_sums
 from modelopt_sparse.cli.commands import main as run_command
 from modelopt_sparse.distributed import RankError
 from modelopt_sparse.methods.base import Method, Stats
@@ -64,8 +66,6 @@ BATCHES = {"llama": token_batches(6), "mixtral": token_batches(6, vocab=expert_m
 BATCHES["phi3"] = token_batches(6, vocab=VOCAB)
 HELD_OUT = {name: torch.cat(token_batches(4, vocab=53, seed=7)) for name in BATCHES}
 MODELS: dict[str, Callable[[], nn.Module]] = {"llama": llama, "mixtral": mixtral, "phi3": ARCHITECTURES["phi3"].build}
-DOUBLE = "llama in float64"  # sums of float64 numbers show in which order they were made
-HALF = "mixtral in bfloat16"
 
 
 def rank() -> int:
@@ -128,47 +128,15 @@ def experts() -> Found:
         "sparsegpt": sparse("mixtral", "sparsegpt"),
         "wanda": sparse("mixtral", "wanda", pattern=0.5),
         "magnitude": sparse("mixtral", "magnitude"),
-        "few at a time": sparse("mixtral", "sparsegpt", **FEW_AT_A_TIME),
+        **{how: sparse("mixtral", "sparsegpt", experts=how, **FEW_AT_A_TIME) for how in ("pool", "weight_only")},
+        "few at a time, in bfloat16": sparse("mixtral in bfloat16", "sparsegpt", **FEW_AT_A_TIME),
         "all tokens": sparse("mixtral", "sparsegpt", experts="all_tokens", min_tokens=90),
+        "all tokens, few at a time": sparse("mixtral", "sparsegpt", experts="all_tokens", **FEW_AT_A_TIME),
     }
 
 
 BEST = {"epochs": 2, "masks": "move", "metric": "fisher"}
-
-
-FEW_AT_A_TIME: dict[str, Any] = {"memory_limit": 100_000, "min_tokens": 90}
-
-
-def few_in_order() -> Found:
-    """Experts that are solved a few at a time, most of them with few tokens."""
-    options: dict[str, Any] = {**FEW_AT_A_TIME, "deterministic": True}
-    cases = [(name, how) for name in ("mixtral", HALF) for how in ("pool", "all_tokens", "weight_only")]
-    return {f"{name}, {how}": sparse(name, "sparsegpt", experts=how, **options) for name, how in cases}
-
-
-def in_order() -> Found:
-    more: dict[str, Any] = {"deterministic": True}
-    return {
-        "block": sparse("llama", "sparsegpt", **more),
-        "float64": sparse(DOUBLE, "sparsegpt", **more),
-        "experts": sparse("mixtral", "sparsegpt", **more),
-        "five batches": sparse("llama", "sparsegpt", max_batches=5, **more),
-    }
-
-
-def more_in_order() -> Found:
-    more: dict[str, Any] = {"deterministic": True}
-    every: dict[str, Any] = {"permute": True, "polish": 4, "reconstruct": 1, "distill": 1}
-    budget: dict[str, Any] = {"budget": "50% zeros", "choices": ["dense", "2:4", "40%", "60%"], **more}
-    return {
-        "stage": sparse("llama", "sparsegpt", sequential="stage", **more),
-        "none": sparse("llama", "wanda", sequential="none", **more),
-        "everything": sparse("llama", "sparsegpt", **every, **more),
-        "budget": sparse("llama", "wanda", **budget),
-        "budget of experts": sparse("mixtral", "wanda", **budget, **FEW_AT_A_TIME),
-        "loop": sparse("llama", "sparsegpt", data_loader=None, forward_loop=loop, **more),
-        "fisher": sparse("llama", "sparsegpt", reconstruct=BEST, self_data=5, **more),
-    }
+FEW_AT_A_TIME: dict[str, Any] = {"memory_limit": 100_000, "min_tokens": 90}  # most experts have few tokens
 
 
 def architectures() -> Found:
@@ -177,7 +145,7 @@ def architectures() -> Found:
     for name in ("t5", "albert"):
         model = ARCHITECTURES[name].build()
         batches = ARCHITECTURES[name].batches("right")
-        options: dict[str, Any] = {"sequential": "stage", "deterministic": True, "progress": False}
+        options: dict[str, Any] = {"sequential": "stage", "progress": False}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of what calibration through the whole model costs
             mts.sparsify(model, "sparsegpt", pattern="2:4", data_loader=batches, **options)
@@ -193,11 +161,14 @@ def loop(model: nn.Module) -> None:
 
 def more_options() -> Found:
     own = BATCHES["llama"][rank() :: size()]
+    budget: dict[str, Any] = {"budget": "50% zeros", "choices": ["dense", "2:4", "40%", "60%"]}
     return {
         "five batches": sparse("llama", "sparsegpt", max_batches=5),
         "own data": sparse("llama", "sparsegpt", data_loader=own, split_data=False),
         "everything": sparse("llama", "sparsegpt", permute=True, polish=4, reconstruct=2),
-        "budget": sparse("llama", "wanda", budget="50% zeros", choices=["dense", "2:4", "40%", "60%"]),
+        "budget": sparse("llama", "wanda", **budget),
+        "budget of experts": sparse("mixtral", "wanda", **budget, **FEW_AT_A_TIME),
+        "loop": sparse("llama", "sparsegpt", data_loader=None, forward_loop=loop),
         "best": sparse("llama", "sparsegpt", self_data=12, reconstruct=BEST, distill=1),
     }
 
@@ -228,13 +199,7 @@ def sharing() -> Found:
     batches = torch.randn(6, 3, 4, 8, generator=torch.Generator().manual_seed(0))
     batches[:, 0, 0, 0] = 1
     batches[3, 0, 0, 0] = -1  # one batch of one process
-    found = {}
-    for deterministic in (False, True):
-        model = mts.sparsify(
-            Sharing(), "sparsegpt", data_loader=list(batches), deterministic=deterministic, progress=False
-        )
-        found[deterministic] = state(model)
-    return found
+    return state(mts.sparsify(Sharing(), "sparsegpt", data_loader=list(batches), progress=False))
 
 
 def choosing() -> Found:
@@ -242,14 +207,45 @@ def choosing() -> Found:
     batches = torch.randn(4, 3, 4, 8, generator=torch.Generator().manual_seed(0))
     for batch, chosen in zip(batches, (2, 1, 0, 1)):
         batch[0, 0, 0] = chosen
-    found = {}
-    for deterministic in (False, True):
-        more: dict[str, Any] = {"deterministic": deterministic, "progress": False}
-        model = mts.sparsify(Choosing(), "sparsegpt", data_loader=list(batches), **more)
-        report = mts.report(model)
-        found[deterministic] = {"state": state(model), "order": [layer.name for layer in report.layers]}
-        found[deterministic]["tokens"] = [layer.tokens for layer in report.layers]
-    return found
+    model = mts.sparsify(Choosing(), "sparsegpt", data_loader=list(batches), progress=False)
+    layers = mts.report(model).layers
+    tokens = [layer.tokens for layer in layers]
+    return {"state": state(model), "order": [layer.name for layer in layers], "tokens": tokens}
+
+
+ROWS = torch.randn(4, 5, 3, generator=torch.Generator().manual_seed(0))  # of four units of a step
+REACHED = (range(4), (0,), ())  # the units that have a gradient of each weight
+
+
+def parameters() -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(1)
+    return [nn.Parameter(torch.randn(2, 3, generator=generator)) for _ in REACHED]
+
+
+def added_up() -> Found:
+    """The gradients of a step, and sums: of a key that one process has alone, and of one that is of fewer axes in the
+    first."""
+    weights = parameters()
+    tuned = TunedWeights(dict.fromkeys(weights), {}, 0.1)
+    with distributed.Processes.of(None) as processes:
+        batches = BatchNumbers.of(processes, [*[0] * (len(ROWS) // size()), 1], 0)
+
+        def gradients_of(number: int) -> list[Tensor | None]:
+            for weight, units in zip(weights, REACHED):
+                if number in units:
+                    (ROWS[number] @ weight.T).square().sum().backward()
+            return [weight.taken_gradient() for weight in tuned.each]
+
+        (numbers,) = batches.steps
+        gradients = batches.added(numbers, gradients_of, tuned)
+        own = {
+            "of all": torch.full((2, 3), 2.0 ** rank()),
+            "of fewer axes": torch.ones((3,) if rank() == 0 else (2, 3)),
+        }
+        own |= {"of the last": torch.arange(3.0)} if rank() == size() - 1 else {}
+        sums = shared_sums(own, processes, torch.device("cpu"))
+        processes.barrier()
+    return {"gradients": gradients, "sums": sums}
 
 
 class Counting(Method):
@@ -291,7 +287,7 @@ def saved(folder: Path) -> Found:
 def started(folder: Path, *options: object) -> Found:
     """`modelopt-sparse sparsify` in a process that torchrun has started."""
     flags = (
-        "--method sparsegpt --num-samples 5 --seq-len 32 --batch-size 1 --deterministic --set include=['*.layers.0.*'] "
+        "--method sparsegpt --num-samples 5 --seq-len 32 --batch-size 1 --set include=['*.layers.0.*'] "
         "--set float32_products=false"
     )
     data = ["--data", TESTBED / "calibration.txt", "--out", folder / "launched" / "sparse", *options]
@@ -359,7 +355,7 @@ def source(folder: Path, name: str) -> Path:
 
 def stream(folder: Path, target: Path, name: str, method: Any, **options: Any) -> Found:
     """What `sparsify_checkpoint` returns, and the SHA-256 of each file that does not tell times."""
-    given = {"data_loader": BATCHES[name], "min_tokens": 8, "deterministic": True, "progress": False, **options}
+    given = {"data_loader": BATCHES[name], "min_tokens": 8, "progress": False, **options}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of experts with few tokens
         report = mts.sparsify_checkpoint(source(folder, name), target, method, **given)
@@ -414,7 +410,7 @@ def streamed_on(folder: Path) -> Found:
     target = folder / f"streamed-on-{size()}"
     dense, error = source(folder, "llama"), ""
     if rank() == 0:
-        began = {"data_loader": BATCHES["llama"], "min_tokens": 8, "deterministic": True, "progress": False}
+        began = {"data_loader": BATCHES["llama"], "min_tokens": 8, "progress": False}
         method = Failing(where=0)
         error = error_of(lambda: mts.sparsify_checkpoint(dense, target, method, distributed=False, **began))
     if size() > 1:
@@ -422,11 +418,11 @@ def streamed_on(folder: Path) -> Found:
     return {"error": error, **stream(folder, target, "llama", Failing(where=None))}
 
 
-IN_ORDER = {"deterministic": True, "blocks_by": "influence"}
+STREAMS = {"blocks_by": "influence"}
 SMALLER: dict[str, tuple[str, dict[str, Any]]] = {
-    "any order": ("llama", {"mlp": 0.25, "blocks": 1}),
-    "in order": ("llama", {"mlp": 24, "blocks": 1, "reconstruct": {"epochs": 1, "metric": "fisher"}, **IN_ORDER}),
-    "experts in order": ("mixtral", {"experts": 1, **IN_ORDER}),
+    "by kl": ("llama", {"mlp": 0.25, "blocks": 1}),
+    "tuned": ("llama", {"mlp": 24, "blocks": 1, "reconstruct": {"epochs": 1, "metric": "fisher"}, **STREAMS}),
+    "experts": ("mixtral", {"experts": 1, **STREAMS}),
 }
 
 
@@ -639,8 +635,8 @@ def lost(method: Any) -> Found:
 
 # the groups ----------------------------------------------------------------------------------------------------------
 
-BASIC = (choosing, methods, experts, in_order, few_in_order, gram_matrices, sharing)
-WORKING = (*BASIC, memory, architectures, modes, more_in_order, more_options)
+BASIC = (choosing, methods, experts, added_up, gram_matrices, sharing)
+WORKING = (*BASIC, memory, architectures, modes, more_options)
 GROUPS: dict[str, tuple[int, tuple[Callable[..., Found], ...]]] = {
     "alone": (1, WORKING),
     "two": (2, (*WORKING, by_themselves, saved, failures, late)),
@@ -648,7 +644,7 @@ GROUPS: dict[str, tuple[int, tuple[Callable[..., Found], ...]]] = {
     "interrupted": (2, (interrupted,)),
     "killed": (4, (killed,)),
     "streaming": (2, (streamed, streamed_on, streaming_refused, smaller)),
-    "streaming in three": (3, (streamed, streamed_on, smaller, few_in_order)),
+    "streaming in three": (3, (streamed, streamed_on, smaller)),
     "streaming alone": (1, (streamed, streamed_on, smaller)),
     "streaming killed": (2, (streaming_killed,)),
     "launched": (2, (command_line,)),

@@ -1,6 +1,5 @@
 """The estimate of a run's memory: against hand computations, and against what solvers hold."""
 
-import json
 from dataclasses import replace
 from typing import Any
 
@@ -17,12 +16,10 @@ from modelopt_sparse.methods.alps import Scaled
 from modelopt_sparse.methods.base import Stats
 from modelopt_sparse.model import devices
 from modelopt_sparse.plan import memory as planned_memory
-from modelopt_sparse.plan.memory import SharedOut
 from modelopt_sparse.plan.plan import Plan
 from modelopt_sparse.plan.planner import make_plan
 from modelopt_sparse.plan.shrinking import Sizes, plan_shrink
-from tests.helpers import LiveBytes, tiny_llama, token_batches
-from tests.models import expert_models
+from tests.helpers import LiveBytes, tiny_llama
 from tests.models.shrinkable import shrinkable
 
 pytestmark = pytest.mark.core
@@ -182,64 +179,6 @@ def test_a_solver_holds_no_more_than_the_plan_says(method, dtype, pattern, shape
     with LiveBytes(weight, gram, stats.square_sums) as live:
         item.method.solve(weight, item.method.prepare(stats, item.options), item.pattern, item.options)
     assert 0 < live.peak <= plan.memory["solver_workspace"] + plan.memory["masks"]
-
-
-def test_what_processes_hold_and_send_agrees_with_a_hand_computation():
-    """A Llama of two blocks, 32 wide with MLPs of 64: 8 processes on 2 machines, 8 windows of 64 tokens."""
-    config = {"data": ["text"], "tokenizer": object(), "num_samples": 8, "seq_len": 64, "deterministic": True}
-    model = tiny_llama(hidden_size=32, intermediate_size=64, num_attention_heads=4, num_key_value_heads=4)
-    plan = make_plan(model, "sparsegpt", **config)
-    shared = SharedOut.of(plan, model, 8, 2)
-    one = plan.streamed["host"]
-    assert shared.each["host"] == {**one, "activations": one["activations"] // 8}
-    grams = 8 * (6 * 32**2 + 64**2)  # float64: q, k, v, o, gate, up; down
-    weights = 4 * 32 * 32 + 3 * 32 * 64
-    assert shared.sent == {"statistics": 2 * 7 * grams // 8, "weights and masks": 7 * (4 * weights + weights // 8) // 8}
-    costs = [32**3 + 32**3 / 3] * 4 + [64 * 32**2 + 32**3 / 3] * 2 + [32 * 64**2 + 64**3 / 3]
-    assert shared.costliest == "model.layers.0.mlp.down_proj"
-    assert shared.share == pytest.approx(costs[-1] / sum(costs))
-    *_, in_all = (line for line in shared.text().splitlines() if "in all" in line)
-    assert in_all.split()[-1] == f"{4 * sum(shared.each['host'].values()) / 2**20:,.1f}"
-    assert json.loads(shared.to_json())["nodes"] == 2
-
-
-@pytest.mark.parametrize(("processes", "parts"), [(2, 2), (3, 8), (4, 4), (8, 8)])
-def test_what_processes_send_to_tune_a_block_agrees_with_a_hand_computation(processes, parts):
-    """The same Llama in bfloat16, with masks that move. Eight units, of which every other one's gradients are added up,
-    and so on: of 2, 4 or 8 processes each has all units of such a sum, of others not."""
-    model = tiny_llama(hidden_size=32, intermediate_size=64, num_attention_heads=4, num_key_value_heads=4).bfloat16()
-    plan = make_plan(model, "sparsegpt", reconstruct={"masks": "move"}, data_loader=token_batches(2))
-    weights = 4 * 32 * 32 + 3 * 32 * 64
-    gradients = parts * 4 * weights / processes  # of each process's units, in float32
-    gradients *= (processes - 1) / processes  # but of the weights that it steps
-    stepped = 2 * weights / processes * (processes - 1)  # to all others
-    sent = SharedOut.of(plan, model, processes, 1).sent
-    assert sent["each step that tunes it"] == pytest.approx(gradients + stepped, abs=1)
-    said = f"each step that tunes it {sent['each step that tunes it'] / 2**20:,.1f} MiB"
-    assert said in " ".join(SharedOut.of(plan, model, processes, 1).text().split())
-
-
-@pytest.mark.parametrize(("processes", "nodes"), [(1, 1), (3, 2), (2, 0)])
-def test_numbers_of_processes_that_cannot_be(processes, nodes):
-    with pytest.raises(ValueError, match=r"processes|nodes"):
-        SharedOut.of(make_plan(tiny_llama(), "sparsegpt", deterministic=True), tiny_llama(), processes, nodes)
-
-
-def test_what_processes_hold_and_send_of_experts_that_are_solved_a_few_at_a_time():
-    """A Mixtral, 32 wide, with 4 experts of 24 channels, of which a token goes to 2."""
-    config = {"data": ["text"], "tokenizer": object(), "num_samples": 8, "seq_len": 32, "deterministic": True}
-    model = expert_models.MODELS["mixtral"]()
-    plan = make_plan(model, "sparsegpt", **config, memory_limit=100_000)
-    at_once = {layer.layer.parameter_name: layer.at_once for layer in plan.layers[:6] if len(layer.shape) == 3}
-    assert [*at_once.values()] == [1, 2]
-    shared = SharedOut.of(plan, model, 2, 1)
-    tokens = 8 * 32
-    once, largest = 4 * (32 + 2 * 24), 4 * max(2 * 32 * 1 / 4, 2 * 24 * 2 / 4)
-    assert shared.each["host"]["routed_tokens_of_one_block"] == tokens * (once // 2 + largest)
-    assert shared.sent["tokens"] == tokens * 4 * 2 * (32 + 24) // 4
-    attention, pools = 4 * 32**2, 32**2 + 24**2  # q, k, v and o; all experts of a layer together
-    assert shared.sent["statistics"] == 2 * 8 * (attention + pools) // 2
-    assert shared.costliest == "1 experts of model.layers.0.mlp.experts.gate_up_proj"
 
 
 # shrink ---------------------------------------------------------------------------------------------------------------
