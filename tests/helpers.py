@@ -45,9 +45,9 @@ def tiny_llama(**changes) -> LlamaForCausalLM:
 
 def in_steps(batches: Sequence[Tensor], seed: int = 0) -> list[Tensor]:
     """The rows of batches of tokens, or of images, as a run that tunes takes them: in steps of about 1,024 tokens,
-    at least eight, in an order drawn by the seed. The last one judges (of 32 and more, one of sixteen)."""
+    at least 32, in an order drawn by the seed. The last one judges (of 32 and more, one of sixteen)."""
     rows = torch.cat(list(batches))
-    size = max(1, min(1024 // (rows.shape[1] if rows.dim() == 2 else 128), len(rows) // 8))
+    size = max(1, min(1024 // (rows.shape[1] if rows.dim() == 2 else 128), len(rows) // 32))
     steps = rows.split(size)
     order = torch.randperm(len(steps), generator=torch.Generator().manual_seed(seed))
     return [steps[place] for place in order.argsort().tolist()]

@@ -83,14 +83,20 @@ def dense_goals(block: BlockTask, inputs: Inputs, run: Run) -> list[TunedModule]
     ]
 
 
-class Way(NamedTuple):
-    """How a block is tuned: whether its masks move, and whether its errors are those of the Fisher metric."""
+RATES = (0.2, 0.1, 0.4)  # learning rates that are tried
 
+
+class Way(NamedTuple):
+    """How a block is tuned: the learning rate, whether its masks move, and whether its errors are those of the Fisher
+    metric."""
+
+    rate: float
     moves: bool
     fisher: bool
 
     def __str__(self) -> str:
-        return f"masks {'move' if self.moves else 'frozen'}, {'fisher' if self.fisher else 'plain'} metric"
+        masks, metric = "move" if self.moves else "frozen", "fisher" if self.fisher else "plain"
+        return f"rate {self.rate:g}, masks {masks}, {metric} metric"
 
 
 # each weight with a copy of it, and of its mask if that moves
@@ -119,7 +125,7 @@ def reconstruct(
     """Tune a block in place, module by module, and report it. ``masks`` are those of the weights pruned in this run
     (True = kept; None: all of it is tuned); those of ``movable`` may move.
 
-    The first block of a stack is tuned in all ways that `Reconstruct` leaves open ("auto"), and the others in the one
+    The first block of a stack is tuned in the ways that `Reconstruct` leaves open ("auto"), and the others in the one
     that was best. ``judge`` says how far the model's output is from the dense model's on the calls held back, with this
     block as it is: a block whose tuned values are worse by it than those that were solved for gets these back.
 
@@ -129,12 +135,15 @@ def reconstruct(
     assert options is not None
     assert isinstance(inputs, AtBlock)
     weights = dict(tunable(run.model, inputs.block, masks, vectors=options.norms_and_biases))
-    ways = _ways(inputs, movable, tuned, proved=judge is not None)
-    losses, best = dict[Way, float](), Tried(ways[0], math.inf, [], [])
-    solved = _copies(weights, movable) if judge is not None or len(ways) > 1 else []
+    left_open = _left_open(inputs, movable, tuned, proved=judge is not None)
+    losses, best = dict[Way, float](), Tried(Way(*(values[0] for values in left_open)), math.inf, [], [])
+    solved = _copies(weights, movable) if judge is not None or max(map(len, left_open)) > 1 else []
     as_solved = math.inf if judge is None else judge()
     try:
-        for way in ways:
+        for part, value in ((part, value) for part, values in zip(Way._fields, left_open) for value in values):
+            way = best.way._replace(**{part: value})
+            if way in losses:
+                continue
             _write(solved, movable)
             reports = _tuned_parts(block, tuned, weights, movable if way.moves else {}, inputs, way)
             if not reports:
@@ -161,20 +170,22 @@ def reconstruct(
         run.report.reconstructed(report, {plan.name for plan in block.layer_plans})
 
 
-def _ways(
+def _left_open(
     inputs: AtBlock, movable: Mapping[nn.Parameter, Movable], tuned: list[TunedModule], *, proved: bool
-) -> list[Way]:
-    """Those that the options leave open, or the one that an earlier block of the stack has taken, by the report. Errors
-    in two metrics cannot be compared: unless the model's output is asked, the metric is taken that there is."""
+) -> list[list[Any]]:
+    """What each part of a `Way` may be by the options, or is in the way that an earlier block of the stack has taken,
+    by the report. Errors in two metrics cannot be compared: unless the model's output is asked, the metric that there
+    is is taken."""
     options = inputs.run.config.reconstruct
     assert options is not None
+    rates = [*RATES] if options.learning_rate == "auto" else [options.learning_rate]
     moves = {"frozen": [False], "move": [True], "auto": [False, True]}[options.masks] if movable else [False]
     metrics = {"plain": [False], "fisher": [True], "auto": [False, True]}[options.metric]
     metrics = [False] if tuned[-1].metric is None else metrics if proved else metrics[-1:]
-    ways = [Way(*way) for way in product(moves, metrics)]
     stack = inputs.again.stack_of[inputs.block]
     taken = {report.way for report in inputs.run.report.blocks if report.name.startswith(stack.names)}
-    return [way for way in ways if str(way) in taken] or ways
+    known = [way for way in map(Way._make, product(rates, moves, metrics)) if str(way) in taken]
+    return [[value] for value in known[0]] if known else [rates, moves, metrics]
 
 
 def _copies(weights: Masks, movable: Mapping[nn.Parameter, Movable]) -> Copies:
@@ -206,7 +217,7 @@ def _tuned_parts(
     """Each module that is tuned together, one after the other; what the inner ones hold is not tuned again."""
     run, outputs = inputs.run, outputs_of(block.layer_plans)
     assert run.config.reconstruct is not None
-    rate, rest, reports = run.config.reconstruct.learning_rate, dict(weights), list[BlockReport]()
+    rest, reports = dict(weights), list[BlockReport]()
     with forward_context(run):
         token_masks = _token_masks(block, inputs, tuned[-1].goals)
         batches = BatchNumbers.of_calls(inputs.data, [call.numbered.number for call in inputs.calls])
@@ -215,7 +226,7 @@ def _tuned_parts(
             inside = set(part.module.parameters())
             chosen = {parameter: rest.pop(parameter) for parameter in list(rest) if parameter in inside}
             if chosen:
-                values = TunedWeights(chosen, outputs, rate, movable)
+                values = TunedWeights(chosen, outputs, way.rate, movable)
                 with only_these_require_grad(inputs.block, chosen, masked=not movable):
                     reports.append(_tuned(part, inputs, token_masks, batches, values))
     return reports

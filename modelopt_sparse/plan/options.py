@@ -180,7 +180,7 @@ class Quality:
         return {**self.options, **({"permute": True} if permutes else {}), **({"budget": AUTO} if self.shares else {})}
 
 
-BALANCED = {"epochs": 4, "masks": "auto"}
+BALANCED = {"epochs": 4, "learning_rate": "auto", "masks": "auto"}
 BEST = {"self_data": "auto", "reconstruct": {**BALANCED, "metric": "auto"}}
 QUALITIES: dict[str, Quality] = {
     "fast": Quality("sparsegpt", {"polish": 3}, shares=False),
@@ -210,6 +210,7 @@ class Reconstruct:
     epochs: passes over the calibration batches.
     learning_rate: of each tensor it is ``learning_rate * rms(kept weights) / sqrt(kept weights per output)``, and falls
       to 0 as a cosine. Where the block's relative squared error e is below 0.01 it is ``sqrt(e / 0.01)`` of that.
+      "auto": 0.2, 0.1 and 0.4 are tried, see ``masks``.
     target: "dense": what the block puts out in the dense model, so that it makes up for the blocks before it;
       "sparse": what the dense block makes of the input that it gets from the sparse blocks before it.
     parts: "block": all of it at once; "children": first each child of the block that holds pruned layers (the
@@ -218,8 +219,9 @@ class Reconstruct:
     masks: "frozen", or "move": which weights are kept may change in the first part of the steps (SR-STE, arXiv
       2102.04010), which needs the data that lets it pay. Masks of your own stay. "auto": both are tried on the first
       block of each stack, and what brings the model's output closest to the dense model's, on the batches held back,
-      is taken for all of it; a block that is worse so than as it was solved is left as it was. Weights in float16,
-      which is too coarse for it, stay frozen.
+      is taken for all of it; a block that is worse so than as it was solved is left as it was. What is "auto" is tried
+      one after the other: rates, then masks, then metrics, each with the best of those before. Weights in float16,
+      which is too coarse for masks that move, stay frozen.
     metric: what the error of a block's output is measured with: "plain", the squared error; "fisher", by what the
       predictions of the dense model depend on, which takes one backward pass through the whole model; "auto": both
       are tried, as those of masks; where the model's output is not known, or its calls are not, it is plain, as the
@@ -227,7 +229,7 @@ class Reconstruct:
     """
 
     epochs: int = 4
-    learning_rate: float = 0.4
+    learning_rate: float | Literal["auto"] = 0.2
     target: Literal["dense", "sparse"] = "dense"
     parts: Literal["block", "children"] = "block"
     norms_and_biases: bool = True
@@ -236,12 +238,13 @@ class Reconstruct:
 
     def __post_init__(self) -> None:
         check_options(self, "reconstruct: ")
-        check_number("reconstruct: learning_rate", self.learning_rate, "(0, 10]")
+        if self.learning_rate != AUTO:
+            check_number("reconstruct: learning_rate", self.learning_rate, "(0, 10]")
 
     @property
     def tries(self) -> bool:
         """Whether more than one way is tried."""
-        return "auto" in (self.masks, self.metric)
+        return AUTO in (self.learning_rate, self.masks, self.metric)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -295,7 +298,7 @@ DEFAULT_PATTERN = "2:4"
 DATA_SET = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?(:[^:\s]*(:\S+)?)?")  # NAME[:CONFIG[:SPLIT]]
 FILES = (".txt", ".jsonl")
 STEP_TOKENS = 1024  # about as many are in a step of the optimizer
-LEAST_STEPS = 8  # in an epoch, as far as there are rows
+LEAST_STEPS = 32  # in an epoch, as far as there are rows
 SELF = "self"  # as data: text that the model writes, all of it
 # options of other libraries, whose names are like those of other options here
 ELSEWHERE = {
@@ -528,7 +531,7 @@ class SparsifyConfig:
 
     def windows_per_batch(self, windows: int, seq_len: int, device: torch.device) -> int:
         """Windows of text in a batch: ``batch_size``, or without one about 2,048 tokens on the CPU, and 8 windows on
-        other devices. A run that tunes takes about 1,024 tokens and at least eight batches: the last ones judge."""
+        other devices. A run that tunes takes about 1,024 tokens and at least 32 batches: the last ones judge."""
         if self.batch_size is not None:
             return self.batch_size
         if self.tunes:

@@ -171,7 +171,7 @@ def test_a_batch_is_left_to_judge_by(tokenizer, text):
     tuned = {"seq_len": 16, "reconstruct": 1}
     assert calls_of(model, tokenizer, text, num_samples=8, **tuned) == [1] * 8
     assert calls_of(model, tokenizer, text, num_samples=2, **tuned) == [1, 1]
-    assert calls_of(model, tokenizer, text * 20, num_samples=128, **tuned) == [16] * 8
+    assert calls_of(model, tokenizer, text * 20, num_samples=128, **tuned) == [4] * 32
     assert calls_of(model, tokenizer, text, num_samples=8, batch_size=8, **tuned) == [1] * 8
     options = {"data": [text], "tokenizer": tokenizer, "seq_len": 16, "num_samples": 8, "progress": False}
     mts.sparsify(model, quality="balanced", **options)
