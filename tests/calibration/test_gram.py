@@ -7,14 +7,12 @@ from torch import Tensor
 import modelopt_sparse as mts
 from modelopt_sparse.calibration import sums as grams
 from modelopt_sparse.calibration.sums import (
-    RunningSum,
     add_product,
     add_upper,
     completed,
     mirror,
     on_tensor_cores,
 )
-from modelopt_sparse.model.adapters import Route
 from tests.helpers import assert_bits, tiny_llama, token_batches
 
 
@@ -99,35 +97,6 @@ def test_of_a_large_matrix_the_upper_half_is_computed(columns, strip, lead):
 def test_float64_rows_are_summed_in_float64():
     rows = torch.randn(20, 6, dtype=torch.float64)
     torch.testing.assert_close(add_product(None, rows), rows.T @ rows, rtol=1e-14, atol=0)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_sum_begins_anew_in_the_memory_of_the_one_before(dtype):
-    """In float64 rows are added in memory of their own: what is there is float32."""
-    first, second = whole_numbers(9, 4), whole_numbers(5, 4).to(dtype)
-    before = RunningSum(gram=True)
-    before.add(first)
-    total = before.anew()
-    total.add(second)
-    assert total.sums is not None
-    assert before.sums is not None
-    assert total.tokens == 5
-    assert_bits(completed(total.sums), second.T @ second)
-    assert (total.sums.data_ptr() == before.sums.data_ptr()) == (dtype == torch.float32)
-
-
-def test_what_is_known_of_experts_outlives_the_memory_of_their_sums():
-    rows = whole_numbers(9, 4)
-    before = RunningSum(True, torch.zeros(2, 4, 4), 0, torch.zeros(2, dtype=torch.long), [])
-    before.add_route(Route(1, rows))
-    total = before.anew()
-    total.add_route(Route(0, rows))
-    assert before.routes is not None
-    assert before.counts is not None
-    assert total.counts is not None
-    assert total.sums is not None
-    assert (before.counts.tolist(), total.counts.tolist(), len(before.routes)) == ([0, 9], [9, 0], 1)
-    assert torch.equal(total.sums, torch.stack([rows.T @ rows, torch.zeros(4, 4)]))
 
 
 def test_sums_for_one_input_and_for_several_become_several():

@@ -25,7 +25,8 @@ pytestmark = [
     pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork"),
     pytest.mark.slow,
 ]
-FLAGS = "--stream --method sparsegpt --num-samples 13 --seq-len 32 --batch-size 1 --no-progress"
+# in bfloat16 a rounding grows from block to block
+FLAGS = "--stream --method sparsegpt --num-samples 13 --seq-len 32 --batch-size 1 --dtype float32 --no-progress"
 LIMIT = 600  # seconds, about 20 on a quiet machine: far from it torch's own start hangs
 
 
