@@ -1,12 +1,14 @@
-"""Methods and qualities at 2:4 on kinds of model that nobody tuned them on: mean KL divergence from the dense model.
+"""Methods and qualities on kinds of model that nobody tuned them on: mean KL divergence from the dense model.
 
-    python examples/benchmarks/kinds.py encoder encoder-decoder causal --out kinds.json
+    python examples/benchmarks/kinds.py encoder encoder-decoder conv causal mixture --out kinds.json
 
 encoder: AntiBERTy (a BERT of 8 blocks, 512 wide, 26 million parameters, trained by its authors on antibody sequences)
 from the package antiberty 0.1.3, with sequences put together from the germline genes of the package anarci
 2026.2.13.2; both are downloaded into --work. The sequences that are held out come from other genes.
 encoder-decoder: a T5 of 128 channels and 2 + 2 blocks, trained here for --minutes to restore corrupted text.
+conv: a ResNet of 8 residual blocks of 32 to 256 channels, trained here for --minutes to tell directions of gratings.
 causal: the embedded Llama of the testbed.
+mixture: a Qwen3-MoE of 16 experts, upcycled from that Llama and trained here for --minutes (train_mixtures.py).
 
 Each row that is done is kept in --out, and not run again.
 """
@@ -21,15 +23,23 @@ import sys
 import time
 import zipfile
 import zlib
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from train_mixtures import configuration, upcycle
+from train_model import DIRECTIONS, gratings
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     BertConfig,
     BertForMaskedLM,
+    PreTrainedModel,
+    ResNetConfig,
+    ResNetForImageClassification,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -55,6 +65,26 @@ RUNS: dict[str, dict] = {
 Rows = dict[str, Tensor]  # what a model is called with, by name
 
 
+def trained(model: PreTrainedModel, file: Path, minutes: float, batch_of: Callable[[int], Rows]) -> PreTrainedModel:
+    """The model of a file, or one that is trained on ``batch_of(step)`` for some minutes and written to it."""
+    file = file.with_name(f"{file.name}-{minutes:g}.pt")
+    if file.is_file():
+        model.load_state_dict(torch.load(file, weights_only=True))
+        return model.eval()
+    optimizer, began, step = torch.optim.AdamW(model.parameters()), time.time(), 0
+    while (share := (time.time() - began) / (60 * minutes)) < 1:
+        loss = model.train()(**batch_of(step)).loss
+        for group in optimizer.param_groups:
+            group["lr"] = 2e-3 * min(1, step / 100) * max(0.05, 1 - share)
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        step += 1
+    torch.save(model.state_dict(), file)
+    return model.eval()
+
+
 # encoder --------------------------------------------------------------------------------------------------------------
 
 
@@ -69,7 +99,7 @@ def package(name: str, work: Path) -> Path:
     return folder
 
 
-def encoder(work: Path) -> nn.Module:
+def encoder(work: Path, _: float) -> nn.Module:
     folder = package("antiberty", work) / "trained_models/AntiBERTy_md_smooth"
     settings = json.loads((folder / "config.json").read_text())
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -80,7 +110,7 @@ def encoder(work: Path) -> nn.Module:
     return model.eval()
 
 
-def sequences(work: Path, count: int, seed: int, *, held_out: bool) -> Rows:
+def sequences(count: int, seed: int, *, held_out: bool, work: Path) -> Rows:
     """V and J genes with a random loop between them, 5 % of the residues changed and 15 % masked."""
     source = (package("anarci", work) / "germlines.py").read_text()
     genes = next(ast.literal_eval(node.value) for node in ast.parse(source).body if isinstance(node, ast.Assign))
@@ -109,9 +139,9 @@ def sequences(work: Path, count: int, seed: int, *, held_out: bool) -> Rows:
 # encoder-decoder ------------------------------------------------------------------------------------------------------
 
 
-def corrupted(count: int, seed: int, file: str) -> Rows:
+def corrupted(count: int, seed: int, *, held_out: bool) -> Rows:
     """Characters of a text, of which 30 % are hidden from the encoder; the decoder is fed with all of them."""
-    text, draw, length = (TESTBED / file).read_text(encoding="utf8"), random.Random(seed), 48
+    text, draw, length = (TESTBED / text_file(held_out)).read_text(encoding="utf8"), random.Random(seed), 48
     source, target = torch.zeros(count, length, dtype=torch.long), torch.zeros(count, length, dtype=torch.long)
     for row in range(count):
         begin, size = draw.randrange(len(text) - length), draw.randint(length // 2, length - 2)
@@ -127,96 +157,140 @@ def encoder_decoder(work: Path, minutes: float) -> nn.Module:
     sizes = {"vocab_size": 100, "d_model": 128, "d_kv": 32, "d_ff": 512, "num_layers": 2, "num_heads": 4}
     tokens = {"decoder_start_token_id": 1, "pad_token_id": 0, "tie_word_embeddings": False}
     model = T5ForConditionalGeneration(T5Config(**sizes, **tokens, num_decoder_layers=2, dropout_rate=0.0))
-    if (file := work / f"encoder-decoder-{minutes:g}.pt").is_file():
-        model.load_state_dict(torch.load(file, weights_only=True))
-        return model.eval()
-    optimizer, began, step = torch.optim.AdamW(model.parameters()), time.time(), 0
-    while (share := (time.time() - began) / (60 * minutes)) < 1:
-        batch = corrupted(64, 1000 + step, "calibration.txt")
+
+    def batch_of(step: int) -> Rows:
+        batch = corrupted(64, 1000 + step, held_out=False)
         following = batch["decoder_input_ids"].roll(-1, 1)
         following[:, -1] = 0
-        loss = model(**batch, labels=following.masked_fill(following == 0, -100)).loss
-        for group in optimizer.param_groups:
-            group["lr"] = 2e-3 * min(1, step / 100) * max(0.05, 1 - share)
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        step += 1
-    torch.save(model.state_dict(), file)
-    return model.eval()
+        return {**batch, "labels": following.masked_fill(following == 0, -100)}
+
+    return trained(model, work / "encoder-decoder", minutes, batch_of)
 
 
-# causal ---------------------------------------------------------------------------------------------------------------
+# conv net -------------------------------------------------------------------------------------------------------------
 
 
-def windows(count: int, seed: int, file: str) -> Rows:
+def images(count: int, seed: int, *, held_out: bool) -> Rows:
+    return {"pixel_values": gratings(count, seed=10_000 * held_out + seed)[0]}
+
+
+def conv_net(work: Path, minutes: float) -> nn.Module:
+    torch.manual_seed(0)
+    sizes = {"embedding_size": 32, "hidden_sizes": [32, 64, 128, 256], "depths": [2, 2, 2, 2], "layer_type": "basic"}
+    model = ResNetForImageClassification(ResNetConfig(**sizes, num_labels=DIRECTIONS))
+
+    def batch_of(step: int) -> Rows:
+        pictures, classes = gratings(64, seed=100_000 + step)
+        return {"pixel_values": pictures, "labels": classes}
+
+    return trained(model, work / "conv", minutes, batch_of)
+
+
+# causal, mixture ------------------------------------------------------------------------------------------------------
+
+
+def causal(*_: object) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(TESTBED / "tiny-llama", dtype=torch.float32)
+
+
+def windows(count: int, seed: int, *, held_out: bool) -> Rows:
     tokenizer = AutoTokenizer.from_pretrained(TESTBED / "tiny-llama")
-    text = (TESTBED / file).read_text(encoding="utf8")
+    text = (TESTBED / text_file(held_out)).read_text(encoding="utf8")
     every = torch.tensor(tokenizer(text, verbose=False)["input_ids"]).unfold(0, 512, 512)
     drawn = torch.randperm(len(every), generator=torch.Generator().manual_seed(seed))[:count]
     return {"input_ids": every[drawn]}
 
 
+def text_file(held_out: bool) -> str:
+    return "heldout.txt" if held_out else "calibration.txt"
+
+
+def mixture(work: Path, minutes: float) -> nn.Module:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(configuration("softmax"), dtype=torch.float32)
+    upcycle(model, causal())
+    model.config.output_router_logits = True  # the loss then balances experts
+
+    def batch_of(step: int) -> Rows:
+        ids = windows(8, 1000 + step, held_out=False)["input_ids"]
+        return {"input_ids": ids, "labels": ids}
+
+    model = trained(model, work / "mixture", minutes, batch_of)
+    model.config.output_router_logits = False
+    return model
+
+
 # the table ------------------------------------------------------------------------------------------------------------
 
 
+class Kind(NamedTuple):
+    """A model (folder to work in, minutes of training), its data (rows, seed, held_out=), and how many rows it is
+    calibrated with, in batches of how many, and judged by."""
+
+    model: Callable[[Path, float], nn.Module]
+    data: Callable[..., Rows]
+    rows: int
+    batch: int
+    judged_by: int
+
+
+KINDS = {
+    "encoder": Kind(encoder, sequences, 512, 32, 192),
+    "encoder-decoder": Kind(encoder_decoder, corrupted, 256, 32, 384),
+    "conv": Kind(conv_net, images, 512, 32, 2048),
+    "causal": Kind(causal, windows, 128, 2, 40),
+    "mixture": Kind(mixture, windows, 128, 2, 40),
+}
+
+
 def in_batches(rows: Rows, size: int) -> list[Rows]:
-    count = len(rows["input_ids"])
+    count = len(next(iter(rows.values())))
     return [{name: x[at : at + size] for name, x in rows.items()} for at in range(0, count, size)]
 
 
 def predictions(model: nn.Module, batches: list[Rows]) -> list[Tensor]:
-    """Log probabilities of all real tokens, in float64."""
-    with torch.no_grad():
-        return [model(**batch).logits[_real(batch)].double().log_softmax(-1) for batch in batches]
-
-
-def _real(batch: Rows) -> Tensor:
-    mask = batch.get("decoder_attention_mask", batch.get("attention_mask"))
-    return torch.ones_like(batch["input_ids"], dtype=torch.bool) if mask is None else mask.bool()
+    """Log probabilities of all real tokens, or of images, in float64."""
+    found = []
+    for batch in batches:
+        with torch.no_grad():
+            logits = model(**batch).logits
+        mask = batch.get("decoder_attention_mask", batch.get("attention_mask"))
+        real = torch.ones(logits.shape[:-1], dtype=torch.bool) if mask is None else mask.bool()
+        found.append(logits[real].double().log_softmax(-1))
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("kinds", nargs="+", choices=["encoder", "encoder-decoder", "causal"])
+    parser.add_argument("kinds", nargs="+", choices=KINDS)
     parser.add_argument("--runs", default=",".join(name for name in RUNS if "+" not in name), help="names of runs")
+    parser.add_argument("--pattern", default="2:4", help="2:4, or a level: then qualities have a budget")
     parser.add_argument("--draws", type=int, default=1, help="draws of calibration rows")
-    parser.add_argument("--rows", type=int, help="calibration rows (512, 256 and 128 windows)")
-    parser.add_argument("--batch", type=int, help="rows in a batch (32, 32 and 2)")
-    parser.add_argument("--minutes", type=float, default=4, help="that the encoder-decoder is trained for")
+    parser.add_argument("--rows", type=int, help="calibration rows")
+    parser.add_argument("--batch", type=int, help="rows in a batch")
+    parser.add_argument("--minutes", type=float, default=4, help="that models are trained for")
     parser.add_argument("--work", type=Path, default=Path("models/kinds"))
     parser.add_argument("--out", type=Path, default=Path("kinds.json"))
     options = parser.parse_args()
     options.work.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
     done = json.loads(options.out.read_text()) if options.out.is_file() else {}
-    for kind in options.kinds:
-        count, size = {"encoder": (512, 32), "encoder-decoder": (256, 32), "causal": (128, 2)}[kind]
-        count, size = options.rows or count, options.batch or size
-        if kind == "encoder":
-            model, held_out = encoder(options.work), sequences(options.work, 192, 99, held_out=True)
-        elif kind == "encoder-decoder":
-            model, held_out = encoder_decoder(options.work, options.minutes), corrupted(384, 7, "heldout.txt")
-        else:
-            model = AutoModelForCausalLM.from_pretrained(TESTBED / "tiny-llama", dtype=torch.float32)
-            held_out = windows(40, 5, "heldout.txt")
-        held_out_batches = in_batches(held_out, 8 if kind == "causal" else 64)
-        dense = predictions(model, held_out_batches)
+    for name in options.kinds:
+        kind = KINDS[name]
+        data = partial(kind.data, work=options.work) if kind.data is sequences else kind.data
+        count, size = options.rows or kind.rows, options.batch or kind.batch
+        model = kind.model(options.work, options.minutes)
+        held_out = in_batches(data(kind.judged_by, 99, held_out=True), 8 if data is windows else 64)
+        dense = predictions(model, held_out)
         for draw in range(options.draws):
-            if kind == "encoder":
-                rows = sequences(options.work, count, draw, held_out=False)
-            else:
-                made = corrupted if kind == "encoder-decoder" else windows
-                rows = made(count, draw, "calibration.txt")
-            for name in options.runs.split(","):
-                key = f"{kind}, {count} rows in batches of {size}, draw {draw}: {name}"
+            batches = in_batches(data(count, draw, held_out=False), size)
+            for run in options.runs.split(","):
+                key = f"{name}, {options.pattern}, {count} rows in batches of {size}, draw {draw}: {run}"
                 if key not in done:
                     sparse, began = copy.deepcopy(model), time.process_time()
-                    batches = in_batches(rows, size)
-                    mts.sparsify(sparse, pattern="2:4", data_loader=batches, progress=False, **RUNS[name])
+                    mts.sparsify(sparse, pattern=options.pattern, data_loader=batches, progress=False, **RUNS[run])
                     seconds = time.process_time() - began
-                    pairs = [*zip(dense, predictions(sparse, held_out_batches))]
+                    pairs = [*zip(dense, predictions(sparse, held_out))]
                     total = sum(float((p.exp() * (p - q)).sum()) for p, q in pairs)
                     done[key] = {"kl": total / sum(len(p) for p, _ in pairs), "cpu seconds": round(seconds)}
                     done[key]["ways"] = sorted({block.way for block in mts.report(sparse).blocks})

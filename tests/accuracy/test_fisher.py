@@ -15,7 +15,7 @@ from modelopt_sparse.distributed import Processes
 from modelopt_sparse.plan.options import Reconstruct
 from modelopt_sparse.plan.planner import plan_for, resolve
 from modelopt_sparse.reports.report import Report
-from tests.helpers import Snapshot, assert_same_state, refused, state_of, tiny_llama, token_batches
+from tests.helpers import Snapshot, assert_same_state, in_steps, refused, state_of, tiny_llama, token_batches
 
 BATCHES = 5
 FISHER = {"epochs": 2, "metric": "fisher"}
@@ -54,7 +54,7 @@ def test_metrics_by_gradients_of_each_label():
     with calibrating(model):
         metrics = with_metrics(data_of(model, batches)).metrics
     sums = [torch.zeros(32, 32) for _ in model.model.layers]
-    for number, ids in enumerate(batches):
+    for number, ids in enumerate(in_steps(batches)):
         labels = torch.Generator().manual_seed(number)
         logits, outputs = outputs_of_blocks(model, input_ids=ids)
         log_p = logits.flatten(0, 1).log_softmax(-1)
@@ -87,11 +87,13 @@ def test_padding_has_no_labels():
 
 def test_only_the_first_rows_of_the_users_data_are_looked_at():
     model, batches = tiny_llama().eval(), token_batches(20)
-    rows = len(batches[0])
     with calibrating(model):
-        whole = with_metrics(data_of(model, batches)).metrics
-        first = with_metrics(data_of(model, batches[: -(-32 // rows)])).metrics
-        own = data_of(model, batches[: -(-32 // rows)], self_data=8)
+        data = data_of(model, batches)
+        assert data.calls is not None
+        assert len(data.calls) == 40
+        whole = with_metrics(data).metrics
+        first = with_metrics(data.only(range(32))).metrics
+        own = data_of(model, batches, self_data=8)
         assert own.own > 0
         beside = with_metrics(own).metrics
     for block in model.model.layers:
@@ -112,7 +114,7 @@ def test_errors_are_measured_in_the_metric():
     model, dense, plain = sparsified(), tiny_llama().eval(), sparsified(reconstruct=None)
     with calibrating(dense):
         metrics = with_metrics(data_of(dense, token_batches(BATCHES))).metrics
-    held_back = token_batches(BATCHES)[-1]
+    held_back = in_steps(token_batches(BATCHES))[-1]
     with torch.no_grad():
         goal, before, after = (
             outputs_of_blocks(each.eval(), input_ids=held_back)[1][0] for each in (dense, plain, model)
@@ -167,7 +169,7 @@ def test_auto_says_where_errors_are_plain():
     note = "reconstruct's metric is the plain squared error: "
 
     def loop(model):
-        for batch in token_batches(BATCHES):
+        for batch in in_steps(token_batches(BATCHES)):
             model(batch)
 
     looped = mts.sparsify(tiny_llama(), "wanda", forward_loop=loop, reconstruct=auto, progress=False)
@@ -188,7 +190,7 @@ def test_the_backward_pass_holds_one_block(monkeypatch):
     with calibrating(model):
         with_metrics(data_of(model, token_batches(1)))
     blocks = list(model.model.layers)
-    assert order == [*blocks, *reversed(blocks[1:])], "nothing before the first block's output asks for gradients"
+    assert order == [*blocks, *reversed(blocks[1:])] * 2, "nothing before the first block's output asks for gradients"
 
 
 class Moving(nn.Linear):

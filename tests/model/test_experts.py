@@ -474,7 +474,7 @@ def test_reconstruction_tunes_experts(name):
     """It lowers the block's error, keeps the masks, and leaves routers and the biases of experts alone."""
     options = {"data_loader": plenty(), "progress": False}
     sparse = mts.sparsify(MODELS[name](), "sparsegpt", **options)
-    tuned = mts.sparsify(MODELS[name](), "sparsegpt", **options, reconstruct=2)
+    tuned = mts.sparsify(MODELS[name](), "sparsegpt", **options, reconstruct={"epochs": 2, "learning_rate": 0.1})
     mts.verify(tuned, "2:4")
     first = mts.report(tuned).blocks[0]
     assert first.error_after < first.error_before
