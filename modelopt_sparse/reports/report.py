@@ -212,6 +212,7 @@ class Report(Printed):
             errors = [f"{block.error_before:.4f} -> {block.error_after:.4f}" for block in self.blocks]
             columns = [
                 Column("error", errors, "range"),
+                Column("way", [block.way or "" for block in self.blocks]),
                 Column("best epoch", [str(block.epoch) for block in self.blocks], "range"),
                 Column("seconds", [f"{block.seconds:.2f}" for block in self.blocks], "range", shared=False),
                 Column("notes", ["; ".join(block.notes) for block in self.blocks], "range", below=True),
