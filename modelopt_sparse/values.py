@@ -64,12 +64,16 @@ def check_whole(name: str, value: Any, least: int | None = 1) -> None:
         raise ValueError(f"{name}={shown(value)}: must be {kinds.get(least, f'a whole number of at least {least}')}")
 
 
-def check_number(name: str, value: Any, interval: str) -> None:
-    """Raise ValueError unless the option ``name`` is a number in an interval, such as "(0, 1]"."""
+def check_number(name: str, value: Any, interval: str, instead: str | None = None) -> None:
+    """Raise ValueError unless the option ``name`` is a number in an interval, such as "(0, 1]", or what may stand
+    ``instead``."""
+    if instead is not None and value == instead:
+        return
     low, high = map(float, interval[1:-1].split(","))
     left_out = [end for end, bracket in ((low, "("), (high, ")")) if bracket in interval]
     if not is_number(value) or not low <= value <= high or value in left_out:
-        raise ValueError(f"{name}={shown(value)}: must be a number in {interval}")
+        other = "" if instead is None else f", or {instead!r}"
+        raise ValueError(f"{name}={shown(value)}: must be a number in {interval}{other}")
 
 
 def check_choice(name: str, value: Any, allowed: Sequence[Any]) -> None:

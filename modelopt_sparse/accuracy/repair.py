@@ -174,8 +174,8 @@ def _left_open(
     inputs: AtBlock, movable: Mapping[nn.Parameter, Movable], tuned: list[TunedModule], *, proved: bool
 ) -> list[list[Any]]:
     """What each part of a `Way` may be by the options, or is in the way that an earlier block of the stack has taken,
-    by the report. Errors in two metrics cannot be compared: unless the model's output is asked, the metric that there
-    is is taken."""
+    by the report. Errors in two metrics cannot be compared: unless the model's output is asked, the Fisher metric is
+    taken where the block has one."""
     options = inputs.run.config.reconstruct
     assert options is not None
     rates = [*RATES] if options.learning_rate == "auto" else [options.learning_rate]

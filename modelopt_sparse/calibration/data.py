@@ -42,7 +42,7 @@ class Call:
 
     step: the number of the step of the optimizer that it is a part of, negative if the model has written it; None: it
       is one by itself. row: where in that step its rows begin.
-    batch: the number of the user's batch that it was cut from, where that is another.
+    batch: the number of the user's batch that it comes from; None where calls are not put into steps.
     """
 
     args: tuple

@@ -238,8 +238,7 @@ class Reconstruct:
 
     def __post_init__(self) -> None:
         check_options(self, "reconstruct: ")
-        if self.learning_rate != AUTO:
-            check_number("reconstruct: learning_rate", self.learning_rate, "(0, 10]")
+        check_number("reconstruct: learning_rate", self.learning_rate, "(0, 10]", AUTO)
 
     @property
     def tries(self) -> bool:
