@@ -15,16 +15,16 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Trainer, TrainingArguments
 
 import modelopt_sparse as mts
-from modelopt_sparse import smaller
-from modelopt_sparse.accuracy.choose import _Seen
-from modelopt_sparse.accuracy.refit import gram_scores, refit
 from modelopt_sparse.calibration.calls import AtBlock, Order, WalkedCall
 from modelopt_sparse.methods.patterns import Unstructured
 from modelopt_sparse.methods.scores import Magnitude
-from modelopt_sparse.model.resize import WIDTHS, spans, twin_of
 from modelopt_sparse.plan.options import SparsifyConfig
 from modelopt_sparse.plan.planner import plan_for
-from modelopt_sparse.plan.shrinking import HINTS, STALE, Asked, sizes_for
+from modelopt_sparse.shrinking import shrink as smaller
+from modelopt_sparse.shrinking.importance import _Seen
+from modelopt_sparse.shrinking.least_squares import gram_scores, refit
+from modelopt_sparse.shrinking.plan import HINTS, STALE, Asked, sizes_for
+from modelopt_sparse.shrinking.resize import WIDTHS, spans, twin_of
 from tests.helpers import assert_bits, assert_same_state, correlated_inputs, state_of, trained_model, trained_windows
 from tests.models.shrinkable import (
     BASE,

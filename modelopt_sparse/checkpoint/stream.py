@@ -54,9 +54,9 @@ from modelopt_sparse.oneshot import check_options, prune
 from modelopt_sparse.plan.options import SparsifyConfig
 from modelopt_sparse.plan.plan import Plan, started_with
 from modelopt_sparse.plan.planner import distributed_in, plan_for, resolve
-from modelopt_sparse.plan.shrinking import HOW, Asked, checked, kept_in, settings_of_run, shrink_config, sizes_for
 from modelopt_sparse.reports.report import Report
-from modelopt_sparse.smaller import criterion_of, shrink_to_one
+from modelopt_sparse.shrinking.plan import HOW, Asked, checked, kept_in, settings_of_run, shrink_config, sizes_for
+from modelopt_sparse.shrinking.shrink import criterion_of, shrink_to_one
 
 NOT_COPIED = re.compile(rf"\.({'|'.join(WEIGHT_FORMATS)})$|\.index\.json$|^sparsity\.", re.IGNORECASE)
 IN_MEMORY = "load the model and call"

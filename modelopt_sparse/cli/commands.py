@@ -416,7 +416,7 @@ def shrink(
     """Make MODEL smaller: fewer MLP channels, experts or blocks. Write a plain folder, for any engine."""
     from modelopt_sparse.cli.inputs import settings_of
     from modelopt_sparse.distributed import rank
-    from modelopt_sparse.plan.shrinking import Asked
+    from modelopt_sparse.shrinking.plan import Asked
     from modelopt_sparse.values import read_yaml
 
     if spill and not stream:

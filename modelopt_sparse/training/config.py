@@ -34,7 +34,7 @@ from transformers import PretrainedConfig
 
 from modelopt_sparse.reports.text import nearest, refuse_unknown
 from modelopt_sparse.training.algorithms import Group, SparsityAlgorithm
-from modelopt_sparse.training.iso_flop import SparseIFT, names_by_level, sparse_ift
+from modelopt_sparse.training.iso_flop.transform import SparseIFT, names_by_level, sparse_ift
 from modelopt_sparse.training.planner import DEFAULT
 from modelopt_sparse.training.sparsity import LOG, Sparsity
 from modelopt_sparse.training.updates import KINDS

@@ -9,8 +9,6 @@ import torch
 from torch import nn
 
 import modelopt_sparse as mts
-from modelopt_sparse.accuracy import choose as choose_channels
-from modelopt_sparse.accuracy.choose import Criterion
 from modelopt_sparse.methods import METHODS
 from modelopt_sparse.methods.alps import Scaled
 from modelopt_sparse.methods.base import Stats
@@ -18,7 +16,9 @@ from modelopt_sparse.model import devices
 from modelopt_sparse.plan import memory as planned_memory
 from modelopt_sparse.plan.plan import Plan
 from modelopt_sparse.plan.planner import make_plan
-from modelopt_sparse.plan.shrinking import Sizes, plan_shrink
+from modelopt_sparse.shrinking import importance as choose_channels
+from modelopt_sparse.shrinking.importance import Criterion
+from modelopt_sparse.shrinking.plan import Sizes, plan_shrink
 from tests.helpers import LiveBytes, tiny_llama
 from tests.models.shrinkable import shrinkable
 

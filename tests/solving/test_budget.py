@@ -15,10 +15,10 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 import modelopt_sparse as mts
 from modelopt_sparse import oneshot
 from modelopt_sparse.accuracy import fisher
+from modelopt_sparse.budget import losses as solving
 from modelopt_sparse.calibration import blocks
 from modelopt_sparse.calibration.run import calibrating
 from modelopt_sparse.methods.patterns import parse_pattern
-from modelopt_sparse.solving import budget as solving
 from tests.helpers import assert_same_state, calibrated_run, state_of, tiny_llama, token_batches
 from tests.models.tiny import TwoOutputs
 from tests.reports.pages import figures

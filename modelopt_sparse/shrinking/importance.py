@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from modelopt_sparse.accuracy.refit import RoutedCall, gram_scores, largest, refit, refit_experts
 from modelopt_sparse.accuracy.repair import Teacher
 from modelopt_sparse.accuracy.tuning import BatchNumbers, called_with
 from modelopt_sparse.calibration.blocks import BlockTask, blocks_in_call_order
@@ -28,10 +27,11 @@ from modelopt_sparse.methods.base import Stats
 from modelopt_sparse.model.adapters import real_rows
 from modelopt_sparse.model.devices import flat_tensors, forward_replaced
 from modelopt_sparse.model.layers import Layer
-from modelopt_sparse.model.resize import Depth, ExpertPool, Pool
 from modelopt_sparse.plan.plan import LayerPlan
 from modelopt_sparse.reports.text import Progress
 from modelopt_sparse.reports.values import Shrunk
+from modelopt_sparse.shrinking.least_squares import RoutedCall, gram_scores, largest, refit, refit_experts
+from modelopt_sparse.shrinking.resize import Depth, ExpertPool, Pool
 
 SAMPLES = 8  # rows of data that blocks are chosen by
 JUDGING = " (held back)"  # added to a layer's name where its inputs judge

@@ -17,18 +17,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from modelopt_sparse.accuracy import choose
-from modelopt_sparse.accuracy.choose import (
-    Choice,
-    Criterion,
-    ExpertChoice,
-    Judge,
-    mixed_up,
-    other_order,
-    skipped,
-    some_experts,
-    with_channels,
-)
 from modelopt_sparse.accuracy.fisher import with_metrics
 from modelopt_sparse.accuracy.repair import Teacher, dense_goals, distill, reconstruct
 from modelopt_sparse.accuracy.tuning import BatchNumbers
@@ -42,11 +30,25 @@ from modelopt_sparse.methods.scores import Magnitude
 from modelopt_sparse.model.devices import flat_tensors, input_device, run_eagerly
 from modelopt_sparse.model.hf import longest_window, writes_text
 from modelopt_sparse.model.output import in_words
-from modelopt_sparse.model.resize import ExpertPool, Pool, clone, cut, select, write_aliases
 from modelopt_sparse.plan.options import Reconstruct, SparsifyConfig
 from modelopt_sparse.plan.plan import Plan, common_to_processes
 from modelopt_sparse.plan.planner import plan_for
-from modelopt_sparse.plan.shrinking import (
+from modelopt_sparse.reports.report import Report, attach_report
+from modelopt_sparse.reports.text import Progress
+from modelopt_sparse.reports.values import Shrunk
+from modelopt_sparse.shrinking import importance as choose
+from modelopt_sparse.shrinking.importance import (
+    Choice,
+    Criterion,
+    ExpertChoice,
+    Judge,
+    mixed_up,
+    other_order,
+    skipped,
+    some_experts,
+    with_channels,
+)
+from modelopt_sparse.shrinking.plan import (
     BLOCKS_BY,
     CRITERIA,
     EXPERT_CRITERIA,
@@ -61,9 +63,7 @@ from modelopt_sparse.plan.shrinking import (
     shrink_config,
     sizes_for,
 )
-from modelopt_sparse.reports.report import Report, attach_report
-from modelopt_sparse.reports.text import Progress
-from modelopt_sparse.reports.values import Shrunk
+from modelopt_sparse.shrinking.resize import ExpertPool, Pool, clone, cut, select, write_aliases
 from modelopt_sparse.values import check_choice, check_flag
 
 LITTLE = 0.25  # an error from which on a block had no channels to spare

@@ -22,7 +22,14 @@ from modelopt_sparse.model.devices import has_hook
 from modelopt_sparse.model.hf import cache_name, quantization_of
 from modelopt_sparse.model.layers import Layer, model_inside
 from modelopt_sparse.model.masking import named_masks
-from modelopt_sparse.model.resize import (
+from modelopt_sparse.plan.budget import parse_budget
+from modelopt_sparse.plan.memory import estimated
+from modelopt_sparse.plan.options import SparsifyConfig, check_globs, first_match, quality_of
+from modelopt_sparse.plan.plan import Plan, memory_table
+from modelopt_sparse.plan.planner import plan_for
+from modelopt_sparse.reports.text import Printed, nearest, refuse_unknown
+from modelopt_sparse.reports.values import Shrunk
+from modelopt_sparse.shrinking.resize import (
     Depth,
     ExpertPool,
     Pool,
@@ -34,13 +41,6 @@ from modelopt_sparse.model.resize import (
     spans,
     twin_of,
 )
-from modelopt_sparse.plan.budget import parse_budget
-from modelopt_sparse.plan.memory import estimated
-from modelopt_sparse.plan.options import SparsifyConfig, check_globs, first_match, quality_of
-from modelopt_sparse.plan.plan import Plan, memory_table
-from modelopt_sparse.plan.planner import plan_for
-from modelopt_sparse.reports.text import Printed, nearest, refuse_unknown
-from modelopt_sparse.reports.values import Shrunk
 from modelopt_sparse.values import is_whole
 
 CRITERIA = ("gram", "norm", "minitron")  # of channels, and of experts; the first is the default
