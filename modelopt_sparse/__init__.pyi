@@ -2,7 +2,7 @@
 
 from . import training as training
 from .accuracy.judge import evaluate as evaluate
-from .budget.losses import BudgetCurve as BudgetCurve
+from .budget.choose import BudgetCurve as BudgetCurve
 from .calibration.own_text import write_text as write_text
 from .checkpoint.save import load as load
 from .checkpoint.save import report as report

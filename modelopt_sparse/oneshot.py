@@ -13,7 +13,7 @@ from torch import nn
 from modelopt_sparse.accuracy.fisher import with_metrics
 from modelopt_sparse.accuracy.repair import Teacher, distill
 from modelopt_sparse.accuracy.tuning import BatchNumbers
-from modelopt_sparse.budget.losses import BudgetCurve, budgeted, curve_of
+from modelopt_sparse.budget.choose import BudgetCurve, budgeted, curve_of
 from modelopt_sparse.calibration.blocks import blocks_in_call_order
 from modelopt_sparse.calibration.data import Call
 from modelopt_sparse.calibration.dense import run_dense

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AlbertConfig, AlbertForMaskedLM, AutoTokenizer
 
 import modelopt_sparse as mts
-from modelopt_sparse.budget import losses as budget
+from modelopt_sparse.budget import choose as budget
 from modelopt_sparse.checkpoint import stream
 from modelopt_sparse.methods.scores import Wanda
 from tests.checkpoint.streams import Stopping, assert_same_folders, saved
