@@ -401,6 +401,13 @@ def test_who_may_import_whom(path):
 PUBLIC_NAMES = {("cli", f"modelopt_sparse.{name}") for name in mts.__all__}
 
 
+def test_nothing_of_training_imports_sparse_ift():
+    """A wing: only the command line, above, and its own files know of it."""
+    wing = PACKAGE / "training/iso_flop"
+    for path in set((PACKAGE / "training").rglob("*.py")) - set(wing.iterdir()):
+        assert not any(within(name, "modelopt_sparse.training.iso_flop") for name in imports(path)), path.name
+
+
 def test_every_room_has_its_floor():
     rooms = {path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in SOURCES}
     assert rooms - {"__init__", "__main__"} == set(FLOOR)

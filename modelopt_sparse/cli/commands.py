@@ -605,7 +605,7 @@ def sparse_ift(
     """Write config and recipe of a larger, sparser MODEL. Its FLOPs are those of MODEL."""
     from modelopt_sparse.checkpoint.folder import checked_place
     from modelopt_sparse.cli.inputs import NamedModel
-    from modelopt_sparse.training.config import sparse_ift_files
+    from modelopt_sparse.training.iso_flop.config import sparse_ift_files
 
     section = {"sparsity": sparsity, "member": member, "iso": iso, "multiple": multiple}
     section |= {} if include is None else {"include": include}

@@ -8,8 +8,8 @@ from .algorithms import RigL as RigL
 from .algorithms import SparsityAlgorithm as SparsityAlgorithm
 from .algorithms import Static as Static
 from .config import configure as configure
-from .config import configure_sparse_ift as configure_sparse_ift
 from .distillation import distill as distill
+from .iso_flop.config import configure_sparse_ift as configure_sparse_ift
 from .iso_flop.members import Doped as Doped
 from .iso_flop.members import Factorized as Factorized
 from .iso_flop.members import Parallel as Parallel
