@@ -300,7 +300,7 @@ def test_refit_is_least_squares_expert_by_expert(name):
         slow.append((lacks, rows))
         torch.testing.assert_close(calls[place].residual.double(), lacks, rtol=1e-4, atol=1e-4)
     run: Any = SimpleNamespace(processes=Processes())
-    sizes = [call.size for call in calls]
+    sizes = [call.energy for call in calls]
     batches = BatchNumbers.of(Processes(), [None] * 4, 0)
     values, (before, after) = refit_experts(module, adapter, calls, batches, run)
     matrices = adapter.matrix(module, old).double().clone()

@@ -17,14 +17,7 @@ from modelopt_sparse.methods.scores import Magnitude
 from modelopt_sparse.model.devices import flat_tensors, forward_replaced
 from modelopt_sparse.plan.plan import Plan
 from modelopt_sparse.plan.planner import plan_for
-from modelopt_sparse.shrinking.resize import (
-    ChannelGroup,
-    ExpertGroup,
-    clone,
-    resize_module,
-    select,
-    write_aliases,
-)
+from modelopt_sparse.shrinking.resize import ChannelGroup, ExpertGroup, clone, resize_module, select, write_aliases
 from modelopt_sparse.shrinking.sizes import TargetSizes
 
 # what rounding may change: of channels as a share of what zeros in their place change, of experts in another order as a
@@ -144,11 +137,8 @@ class Cutting:
             cutting.try_experts(data)
             return cutting
         for interleaved in (False, True):
-            groups = {
-                name: [replace(group, interleaved=interleaved) for group in of_block]
-                for name, of_block in cutting.groups.items()
-            }
-            some = {name: [*map(random_channels, of_block)] for name, of_block in groups.items()}
+            groups = {name: [replace(x, interleaved=interleaved) for x in xs] for name, xs in cutting.groups.items()}
+            some = {name: [*map(random_channels, xs)] for name, xs in groups.items()}
             if not groups or not replace(cutting, choices=some).differs(data):
                 return replace(cutting, groups=groups)
         raise ValueError(f"{CHANGED} fewer channels than with zeros: MLPs cannot be cut")
@@ -209,23 +199,22 @@ class Cutting:
         return [choice for of_block in self.choices.values() for choice in of_block]
 
     def differs(self, data: CalibrationData) -> bool:
-        """Whether a model that is cut so computes something else than this one with zeros for what goes."""
+        """Whether the model with fewer channels, or else with fewer blocks, puts out something else in the first call
+        than this one with zeros for what goes."""
         differs, model = False, data.run.model
         if data.calls:
-            dense, narrow = first_output(data), self.narrow_output(data)
+            dense = first_output(data)
+            if self.choices:
+                with self.in_calls(model):
+                    narrow = first_output(data)
+            else:
+                small = self.cut_clone(model)
+                run = replace(data.run, model=small, plan=plan_for(small, Magnitude(), data.run.config))
+                narrow = first_output(replace(data, run=run))
             with skipped(model, self.gone), self.tried_in(model):
                 wanted = first_output(data)
             differs = not float((narrow - wanted).norm()) <= SAME * float((wanted - dense).norm())
         return any(data.run.processes.all_gather("how the model is cut", differs))
-
-    def narrow_output(self, data: CalibrationData) -> Tensor:
-        """What the smaller model puts out in the first call: with fewer channels, or else with fewer blocks."""
-        if self.choices:
-            with self.in_calls(data.run.model):
-                return first_output(data)
-        small = self.cut_clone(data.run.model)
-        run = replace(data.run, model=small, plan=plan_for(small, Magnitude(), data.run.config))
-        return first_output(replace(data, run=run))
 
     def tried_in(self, model: nn.Module, *, values: bool = False) -> AbstractContextManager[None]:
         """While entered, the model runs with zeros for the channels that go, or without the experts that do."""

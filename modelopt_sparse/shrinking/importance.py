@@ -55,13 +55,6 @@ class Judge:
         if self.teacher is not None:
             shrunk.kl[step] = self.kl()
 
-    def few(self) -> range:
-        """Numbers of the last batches that do not judge, with about SAMPLES rows."""
-        assert self.teacher is not None
-        calls, end = self.teacher.data.calls or [], self.batches.tuned_on
-        rows = max(samples(calls[0].args, calls[0].kwargs), 1) if calls else SAMPLES
-        return range(max(0, end - math.ceil(SAMPLES / rows)), end)
-
 
 # blocks ---------------------------------------------------------------------------------------------------------------
 
@@ -74,7 +67,10 @@ def blocks(judge: Judge, depth: BlockCount, gone: int, run: Run, shrunk: Shrunk)
     """
     model: Any = run.model
     stay = list(range(len(depth.blocks)))
-    numbers = judge.few()
+    assert judge.teacher is not None
+    calls, end = judge.teacher.data.calls or [], judge.batches.tuned_on
+    rows = max(samples(calls[0].args, calls[0].kwargs), 1) if calls else SAMPLES
+    numbers = range(max(0, end - math.ceil(SAMPLES / rows)), end)  # the last that do not judge
     for _ in range(gone):
         divergences: dict[int, float] = {}
         with Progress("choose blocks", "block", len(stay), show=run.config.progress) as bar:
@@ -192,10 +188,7 @@ class _Seen:
 
 
 def channels(
-    data: CalibrationData,
-    groups: Mapping[str, Sequence[ChannelGroup]],
-    batches: BatchNumbers,
-    criterion: Criterion,
+    data: CalibrationData, groups: Mapping[str, Sequence[ChannelGroup]], batches: BatchNumbers, criterion: Criterion
 ) -> dict[str, list[Choice]]:
     """Block -> what stays of the channels of each of its ``groups``. One pass over the model as it is now."""
 
@@ -215,7 +208,7 @@ def by_block(
 ) -> dict[str, Found]:
     """Name of a block -> what ``choose`` finds there, in one pass over the model. It changes nothing, can read the
     block's weights, and lets the calls go on."""
-    found: dict[str, Found] = {}
+    results: dict[str, Found] = {}
     run = replace(data.run, config=replace(data.run.config, reconstruct=None))
     tasks = blocks_in_call_order(run, replace(data, run=run))
     with Progress(title, "block", len(tasks), show=run.config.progress) as bar:
@@ -226,11 +219,11 @@ def by_block(
                 run.storage.load(task.block)
             with inputs.on_device():
                 if task.name in names:
-                    found[task.name] = choose(task, inputs, run)
+                    results[task.name] = choose(task, inputs, run)
                 else:
                     inputs.advance()
             bar.update()
-    return found
+    return results
 
 
 def _sums(

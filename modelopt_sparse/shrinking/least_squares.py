@@ -6,7 +6,7 @@ E experts, k those chosen for a token.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -109,7 +109,7 @@ class RoutedCall:
     """The real tokens of one call of a smaller mixture, in the call of the model at ``place`` among this process's.
 
     residual: ``[T, R]``, what it puts out less than the whole one. routes, gates: expert -> its tokens, and their gates
-    ``[tokens, 1]`` where these scale what it puts out. chosen: k.
+    ``[tokens, 1]`` where these scale what it puts out. chosen: k. energy: of the whole mixture's output.
     """
 
     place: int
@@ -117,10 +117,7 @@ class RoutedCall:
     routes: dict[int, Route]
     gates: dict[int, Tensor | float]
     chosen: int
-    size: float = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.size = float(self.residual.double().square().sum())  # of the whole mixture's output
+    energy: float
 
     @classmethod
     def of(cls, place: int, module: Any, adapter: Any, inputs: tuple[Tensor, ...], whole_TR: Tensor) -> "RoutedCall":
@@ -132,7 +129,8 @@ class RoutedCall:
         factors: dict[int, Tensor | float] = dict.fromkeys(routes, 1.0)
         if not adapter.gates_inside:
             factors = {expert: gates_Tk.flatten()[route.slots, None] for expert, route in routes.items()}
-        call = cls(place, whole_TR.float().clone(), routes, factors, index_Tk.shape[1])
+        energy = float(whole_TR.float().double().square().sum())
+        call = cls(place, whole_TR.float().clone(), routes, factors, index_Tk.shape[1], energy)
         for expert, route in routes.items():
             rows = adapter.hidden(module, expert, route.rows)
             call.subtract_output(expert, adapter.output(module, expert, rows).float() * factors[expert])
@@ -162,7 +160,7 @@ def refit_experts(
 
     def measure(place: int) -> tuple[float, float]:
         here = [call for call in calls if call.place == place]
-        return sum(float(call.residual.double().square().sum()) for call in here), sum(call.size for call in here)
+        return sum(float(call.residual.double().square().sum()) for call in here), sum(call.energy for call in here)
 
     errors = [batches.judged(measure)]
     for expert in [*range(len(matrices_ERC))] * SWEEPS:

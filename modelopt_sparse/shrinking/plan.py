@@ -31,7 +31,6 @@ TAKEN = (
     *("progress", "distributed", "split_data", "output", "divergence"),
 )
 HOW = ("criterion", "refit", "blocks_by")
-OPTIONS = ("mlp", "blocks", "experts", "to", "budget", *HOW, "multiple_of", "tensor_parallel", "kept", "protect")
 WINDOWS = 4  # of text in a batch, or fewer, so that there are four batches: some fit, and others judge
 STALE = "parameters that change are new ones: make an optimizer afterwards"
 # names that users of other tools know, and what is not built -> what to do
@@ -46,7 +45,7 @@ def shrink_config(options: Mapping[str, Any], *, only_planned: bool = False) -> 
     """The options of `shrink` that it has in common with `sparsify`, checked."""
     for name in options.keys() & HINTS.keys():
         raise ValueError(f"option {name!r} is not known to shrink: {HINTS[name]}")
-    refuse_unknown(options, [*OPTIONS, *TAKEN])
+    refuse_unknown(options, [*ShrinkRequest._fields, *HOW, *TAKEN])
     of_quality = {} if options.get("quality") is None else dict(quality_of(options["quality"]).options)
     of_quality.pop("polish", None)
     chosen = {**of_quality, **options}
@@ -63,7 +62,7 @@ def shrink_config(options: Mapping[str, Any], *, only_planned: bool = False) -> 
     return config
 
 
-def settings_of_run(config: SparsifyConfig, request: "ShrinkRequest", *, refit: bool) -> dict[str, Any]:
+def settings_of_run(config: SparsifyConfig, request: ShrinkRequest, *, refit: bool) -> dict[str, Any]:
     """What the report says that the run was asked for."""
     sizes = {"multiple_of": request.multiple_of, "tensor_parallel": request.tensor_parallel}
     return {**config.settings(), **sizes, "refit": refit}

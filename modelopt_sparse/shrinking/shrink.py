@@ -267,6 +267,7 @@ def _measured(cutting: Cutting, judge: Judge, how: Criterion, run: Run, shrunk: 
 
 
 def _note(choice: Choice, shrunk: Shrunk, report: Report) -> None:
+    """What stays of one layer's channels, or of a mixture's experts, for the report."""
     name, tokens = choice.group.consumer.name, choice.tokens
     shrunk.kept.setdefault("mlp" if tokens is None else "experts", {})[name] = choice.stay.tolist()
     shrunk.scores[name] = [float(f"{score:.4g}") for score in choice.scores.tolist()]
