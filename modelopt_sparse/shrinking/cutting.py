@@ -189,10 +189,8 @@ class Cutting:
 
     def names(self, plan: Plan) -> dict[str, str]:
         """Block that stays -> its name in the smaller model."""
-        names: dict[str, str] = {}
-        for stack in plan.stacks:
-            names |= dict(zip((name for name in stack.names if name not in self.gone), stack.names))
-        return names
+        staying = [([name for name in stack.names if name not in self.gone], stack.names) for stack in plan.stacks]
+        return {old: new for names in staying for old, new in zip(*names)}
 
     @property
     def chosen(self) -> list[Choice]:

@@ -32,6 +32,9 @@ from modelopt_sparse.shrinking.least_squares import gram_scores, judging_calls, 
 from modelopt_sparse.shrinking.resize import BlockCount, ChannelGroup
 
 Found = TypeVar("Found")
+CRITERIA = ("gram", "norm", "minitron")  # of channels, and of experts; the first is the default
+EXPERT_CRITERIA = ("reap", "reap_sum", "frequency")
+BLOCKS_BY = ("kl", "influence")
 SAMPLES = 8  # rows of data that blocks are chosen by
 JUDGING = " (held back)"  # added to a layer's name where its inputs judge
 OTHER_KIND = "the others would be of another kind at their new places"

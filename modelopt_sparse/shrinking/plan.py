@@ -21,9 +21,6 @@ from modelopt_sparse.reports.text import Printed, refuse_unknown
 from modelopt_sparse.shrinking.resize import spans, twin_of
 from modelopt_sparse.shrinking.sizes import NO_HEADS, WAYS, ShrinkRequest, costs, sizes_for
 
-CRITERIA = ("gram", "norm", "minitron")  # of channels, and of experts; the first is the default
-EXPERT_CRITERIA = ("reap", "reap_sum", "frequency")
-BLOCKS_BY = ("kl", "influence")
 # the options of `sparsify` that shrink takes too
 TAKEN = (
     *("data_loader", "collect_func", "max_batches", "data", "tokenizer", "processor", "num_samples", "seq_len"),

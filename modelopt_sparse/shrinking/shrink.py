@@ -37,16 +37,8 @@ from modelopt_sparse.reports.values import Shrunk
 from modelopt_sparse.shrinking import experts as mixtures
 from modelopt_sparse.shrinking import importance
 from modelopt_sparse.shrinking.cutting import Choice, Cutting, skipped
-from modelopt_sparse.shrinking.importance import Criterion, Judge
-from modelopt_sparse.shrinking.plan import (
-    BLOCKS_BY,
-    CRITERIA,
-    EXPERT_CRITERIA,
-    STALE,
-    checked,
-    settings_of_run,
-    shrink_config,
-)
+from modelopt_sparse.shrinking.importance import BLOCKS_BY, CRITERIA, EXPERT_CRITERIA, Criterion, Judge
+from modelopt_sparse.shrinking.plan import STALE, checked, settings_of_run, shrink_config
 from modelopt_sparse.shrinking.sizes import ShrinkRequest, TargetSizes, costs, kept_in, sizes_for
 from modelopt_sparse.values import check_choice, check_flag
 
@@ -221,12 +213,10 @@ def _shrink(data: CalibrationData, sizes: TargetSizes, how: Criterion) -> Shrunk
         with report.timed("blocks"):
             _repair(cutting, data)
     except BaseException as error:
-        if not run.storage.resident:  # another run goes on
-            raise
-        report.notes.append(
-            f"stopped by {type(error).__name__}: it is smaller, with {len(report.blocks)} blocks repaired"
-        )
-        _complete(cutting, run, shrunk, before, seconds)
+        if run.storage.resident:  # else another run goes on
+            done = f"{len(report.blocks)} blocks repaired"
+            report.notes.append(f"stopped by {type(error).__name__}: it is smaller, with {done}")
+            _complete(cutting, run, shrunk, before, seconds)
         raise
     _complete(cutting, run, shrunk, before, seconds)
     run = replace(run, plan=plan_for(model, Magnitude(), run.config))
