@@ -2,6 +2,7 @@
 
 from . import training as training
 from .accuracy.judge import evaluate as evaluate
+from .budget.choose import BudgetCurve as BudgetCurve
 from .calibration.own_text import write_text as write_text
 from .checkpoint.save import load as load
 from .checkpoint.save import report as report
@@ -31,8 +32,6 @@ from .plan.options import Rule as Rule
 from .plan.options import SparsifyConfig as SparsifyConfig
 from .plan.plan import Plan as Plan
 from .plan.planner import make_plan as make_plan
-from .plan.shrinking import ShrinkPlan as ShrinkPlan
-from .plan.shrinking import plan_shrink as plan_shrink
 from .reports.evaluate import Evaluation as Evaluation
 from .reports.report import Report as Report
 from .reports.values import Shrunk as Shrunk
@@ -40,7 +39,8 @@ from .runtime.convert import SpeedReport as SpeedReport
 from .runtime.convert import semi_structured_report as semi_structured_report
 from .runtime.convert import to_dense as to_dense
 from .runtime.convert import to_semi_structured as to_semi_structured
-from .smaller import shrink as shrink
-from .solving.budget import BudgetCurve as BudgetCurve
+from .shrinking.plan import ShrinkPlan as ShrinkPlan
+from .shrinking.plan import plan_shrink as plan_shrink
+from .shrinking.shrink import shrink as shrink
 
 __version__: str

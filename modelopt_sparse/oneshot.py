@@ -13,6 +13,7 @@ from torch import nn
 from modelopt_sparse.accuracy.fisher import with_metrics
 from modelopt_sparse.accuracy.repair import Teacher, distill
 from modelopt_sparse.accuracy.tuning import BatchNumbers
+from modelopt_sparse.budget.choose import BudgetCurve, budgeted, curve_of
 from modelopt_sparse.calibration.blocks import blocks_in_call_order
 from modelopt_sparse.calibration.data import Call
 from modelopt_sparse.calibration.dense import run_dense
@@ -36,7 +37,6 @@ from modelopt_sparse.plan.planner import distributed_in, plan_for, resolve
 from modelopt_sparse.reports.report import Report, attach_report, attached_report, merged_report
 from modelopt_sparse.reports.text import Progress
 from modelopt_sparse.reports.values import PERMUTED
-from modelopt_sparse.solving.budget import BudgetCurve, budgeted, curve_of
 from modelopt_sparse.solving.solve import sparsify_block
 
 

@@ -6,7 +6,7 @@ import modelopt_sparse as mts
 from modelopt_sparse.cli import commands
 from modelopt_sparse.methods import METHODS
 from modelopt_sparse.plan.options import QUALITIES
-from modelopt_sparse.training.iso_flop import MEMBERS
+from modelopt_sparse.training.iso_flop.transform import MEMBERS
 from tests.helpers import run_python
 
 pytestmark = pytest.mark.core

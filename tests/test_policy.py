@@ -76,6 +76,7 @@ def test_the_public_names_are_those_of_the_stub():
         assert value is getattr(importlib.import_module(home), name)
         assert getattr(value, "__module__", home) == home, f"{name} is defined elsewhere"
     modules = {path.stem for path in PACKAGE.iterdir()}
+    assert modules & set(HOMES) == {"training"}  # once imported, another one would stand in the place of the name
     visible = {name for name in vars(mts) if not name.startswith("_")}
     assert visible - modules - {"lazy_loader"} <= set(HOMES)
 
@@ -293,8 +294,8 @@ RIDDLES = {"target", "item", "given", "found", "their", "keep", "kept"}
 ALLOWED = {
     ("checkpoint/stream.py", "target"): "a public parameter of sparsify_checkpoint: the folder to write",
     ("plan/options.py", "target"): "a public option of Reconstruct",
-    ("smaller.py", "kept"): "a public option of shrink, and what it reads",
-    ("plan/shrinking.py", "kept"): "the same",
+    ("shrinking/shrink.py", "kept"): "a public option of shrink, and what it reads",
+    ("shrinking/sizes.py", "kept"): "the same",
     ("reports/values.py", "kept"): "the section of the report that this option takes",
 }
 
@@ -323,7 +324,7 @@ def test_one_file_knows_how_accelerate_leaves_its_hooks():
 LONG = {
     ("checkpoint/stream.py", "sparsify_checkpoint"): "half of it is its docstring and its parameters",
     ("cli/commands.py", "shrink"): "half of it is its options",
-    ("smaller.py", "shrink"): "two thirds of it are its docstring and its parameters",
+    ("shrinking/shrink.py", "shrink"): "two thirds of it are its docstring and its parameters",
 }
 
 
@@ -373,7 +374,8 @@ ORDER = (
     ("runtime", "calibration"),
     ("accuracy",),
     ("solving",),
-    ("oneshot", "smaller"),
+    ("budget",),
+    ("oneshot", "shrinking"),
     ("checkpoint",),
     ("training",),
     ("cli",),
@@ -397,6 +399,13 @@ def test_who_may_import_whom(path):
 
 # the command line is a user of the public names
 PUBLIC_NAMES = {("cli", f"modelopt_sparse.{name}") for name in mts.__all__}
+
+
+def test_nothing_of_training_imports_sparse_ift():
+    """A wing: only the command line, above, and its own files know of it."""
+    wing = PACKAGE / "training/iso_flop"
+    for path in set((PACKAGE / "training").rglob("*.py")) - set(wing.iterdir()):
+        assert not any(within(name, "modelopt_sparse.training.iso_flop") for name in imports(path)), path.name
 
 
 def test_every_room_has_its_floor():

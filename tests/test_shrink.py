@@ -15,16 +15,17 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Trainer, TrainingArguments
 
 import modelopt_sparse as mts
-from modelopt_sparse import smaller
-from modelopt_sparse.accuracy.choose import _Seen
-from modelopt_sparse.accuracy.refit import gram_scores, refit
 from modelopt_sparse.calibration.calls import AtBlock, Order, WalkedCall
 from modelopt_sparse.methods.patterns import Unstructured
 from modelopt_sparse.methods.scores import Magnitude
-from modelopt_sparse.model.resize import WIDTHS, spans, twin_of
 from modelopt_sparse.plan.options import SparsifyConfig
 from modelopt_sparse.plan.planner import plan_for
-from modelopt_sparse.plan.shrinking import HINTS, STALE, Asked, sizes_for
+from modelopt_sparse.shrinking import shrink as smaller
+from modelopt_sparse.shrinking.importance import _Seen
+from modelopt_sparse.shrinking.least_squares import gram_scores, least_squares
+from modelopt_sparse.shrinking.plan import HINTS, STALE
+from modelopt_sparse.shrinking.resize import WIDTHS, spans, twin_of
+from modelopt_sparse.shrinking.sizes import ShrinkRequest, sizes_for
 from tests.helpers import assert_bits, assert_same_state, correlated_inputs, state_of, trained_model, trained_windows
 from tests.models.shrinkable import (
     BASE,
@@ -296,7 +297,7 @@ def test_a_budget_leaves_the_widest_mlps_for_each_number_of_blocks(budget, left)
         if WIDTH in fitting:
             break
     planned = plan_for(model, Magnitude(), SparsifyConfig(pattern=Unstructured(0.5)))
-    offered = [sizes.changes for sizes in sizes_for(model, planned, Asked(budget=budget))]
+    offered = [sizes.changes for sizes in sizes_for(model, planned, ShrinkRequest(budget=budget))]
     sizes = [[each.get(name, (0, now))[1] for name, now in NOW.items()] for each in offered]
     assert sizes == [list(pair) for pair in wanted]
     assert len(wanted) > 1
@@ -457,7 +458,7 @@ def test_refit_is_damped_least_squares_and_never_worse(tokens, best):
     weight, x = problem()
     kept, judge = torch.tensor([0, 2, 3, 7, 11]), x[100:] if tokens else correlated_inputs(50, 12, seed=9)
     x = x[:tokens] if tokens else x
-    values, as_is, least = refit(weight, kept, x.T @ x, judge.T @ judge)
+    values, as_is, least = least_squares(weight, kept, x.T @ x, judge.T @ judge)
     candidates = [weight[:, kept]]
     for damping in (1e-3, 1e-2, 1e-1, 1.0):
         root = (damping * x.square().sum(0).mean()).sqrt()
@@ -471,7 +472,7 @@ def test_refit_is_damped_least_squares_and_never_worse(tokens, best):
     assert least == pytest.approx(min(errors))
     torch.testing.assert_close(values, candidates[errors.index(min(errors))])
     other = torch.eye(12, dtype=torch.float64)  # judged where channels have nothing to do with each other
-    values, as_is, least = refit(weight, kept, x.T @ x, other)
+    values, as_is, least = least_squares(weight, kept, x.T @ x, other)
     assert least <= as_is
 
 

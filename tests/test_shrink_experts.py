@@ -14,13 +14,13 @@ import transformers
 from torch import Tensor, nn
 
 import modelopt_sparse as mts
-from modelopt_sparse.accuracy.choose import ExpertSums
-from modelopt_sparse.accuracy.refit import RoutedCall, refit_experts
 from modelopt_sparse.accuracy.tuning import BatchNumbers
 from modelopt_sparse.distributed import Processes
 from modelopt_sparse.model.adapters import DOWN, LLAMA4_DOWN
 from modelopt_sparse.model.devices import flat_tensors
-from modelopt_sparse.plan.shrinking import EXPERT_CRITERIA
+from modelopt_sparse.shrinking.experts import ExpertSums
+from modelopt_sparse.shrinking.importance import EXPERT_CRITERIA
+from modelopt_sparse.shrinking.least_squares import RoutedCall, refit_experts
 from tests.helpers import assert_bits, assert_same_state, state_of
 from tests.models.every_type import batch_of, strengthen, tiny_model
 from tests.models.expert_models import EXPERTS, GROUPS, LATENT, MODELS, MOE, WIDTH, build
@@ -298,9 +298,9 @@ def test_refit_is_least_squares_expert_by_expert(name):
             lacks[token] -= (adapter.output(module, expert, seen) * scale).double()
             rows[expert] = token, (seen * scale).double()
         slow.append((lacks, rows))
-        torch.testing.assert_close(calls[place].lacks.double(), lacks, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(calls[place].residual.double(), lacks, rtol=1e-4, atol=1e-4)
     run: Any = SimpleNamespace(processes=Processes())
-    sizes = [call.size for call in calls]
+    sizes = [call.energy for call in calls]
     batches = BatchNumbers.of(Processes(), [None] * 4, 0)
     values, (before, after) = refit_experts(module, adapter, calls, batches, run)
     matrices = adapter.matrix(module, old).double().clone()

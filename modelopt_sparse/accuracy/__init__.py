@@ -1,1 +1,1 @@
-"""Beyond one layer at a time: permutation, reconstruction, distillation, and what a smaller model keeps."""
+"""Beyond one layer at a time: permutation, reconstruction, distillation."""

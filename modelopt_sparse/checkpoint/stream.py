@@ -54,9 +54,10 @@ from modelopt_sparse.oneshot import check_options, prune
 from modelopt_sparse.plan.options import SparsifyConfig
 from modelopt_sparse.plan.plan import Plan, started_with
 from modelopt_sparse.plan.planner import distributed_in, plan_for, resolve
-from modelopt_sparse.plan.shrinking import HOW, Asked, checked, kept_in, settings_of_run, shrink_config, sizes_for
 from modelopt_sparse.reports.report import Report
-from modelopt_sparse.smaller import criterion_of, shrink_to_one
+from modelopt_sparse.shrinking.plan import HOW, checked, settings_of_run, shrink_config
+from modelopt_sparse.shrinking.shrink import criterion_of, shrink_to_one
+from modelopt_sparse.shrinking.sizes import ShrinkRequest, kept_in, sizes_for
 
 NOT_COPIED = re.compile(rf"\.({'|'.join(WEIGHT_FORMATS)})$|\.index\.json$|^sparsity\.", re.IGNORECASE)
 IN_MEMORY = "load the model and call"
@@ -151,7 +152,7 @@ def shrink_checkpoint(
 
     >>> report = mts.shrink_checkpoint("large", "smaller", mlp=0.25, data="text.txt", tokenizer=tokenizer)
     """
-    asked = Asked(**{name: options.pop(name) for name in Asked._fields if name in options})
+    asked = ShrinkRequest(**{name: options.pop(name) for name in ShrinkRequest._fields if name in options})
     how = {"blocks_by": "influence", **{name: options.pop(name) for name in HOW if name in options}}
     config, instead = shrink_config(options), "give mlp=, blocks= or to="
     budget, by_kl = asked.budget is not None, how["blocks_by"] == "kl"
@@ -176,7 +177,7 @@ def shrink_checkpoint(
             of_model = plan_for(model, Magnitude(), config)
             report = Report.begin((), [UNMEASURED], settings_of_run(config, asked, refit=criterion.refit))
             run = Run(model, of_model, config, storage, processes, report)
-            shrink_to_one(run, [sizes.of(model, of_model)], criterion, calls=calls)
+            shrink_to_one(run, [sizes], criterion, calls=calls)
             return report
 
         facts = {**how, **asked._asdict(), "kept": asked.kept and checksum(kept_in(asked.kept))}

@@ -32,11 +32,11 @@ from modelopt_sparse.distributed import Processes
 from modelopt_sparse.model.devices import give_back_freed_memory, taken_off
 from modelopt_sparse.model.hf import empty_model, model_class, unloaded
 from modelopt_sparse.model.masking import named_masks, remove_masks
-from modelopt_sparse.model.resize import tensors_of
 from modelopt_sparse.plan.memory import own_parameters
 from modelopt_sparse.reports.report import Report
 from modelopt_sparse.reports.text import first_few, only_errors
 from modelopt_sparse.reports.values import BlockReport, LayerReport
+from modelopt_sparse.shrinking.resize import tensors_of
 
 ONE_FILE = 2**60  # a shard size that no block reaches
 CHUNK = 2**20  # bytes that are copied at a time

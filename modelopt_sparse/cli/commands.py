@@ -416,7 +416,7 @@ def shrink(
     """Make MODEL smaller: fewer MLP channels, experts or blocks. Write a plain folder, for any engine."""
     from modelopt_sparse.cli.inputs import settings_of
     from modelopt_sparse.distributed import rank
-    from modelopt_sparse.plan.shrinking import Asked
+    from modelopt_sparse.shrinking.sizes import ShrinkRequest
     from modelopt_sparse.values import read_yaml
 
     if spill and not stream:
@@ -430,7 +430,7 @@ def shrink(
     flags |= {"output": output, "divergence": divergence}
     settings = settings_of(source, options=options, device=device, batch_size=batch_size, progress=progress, **flags)
     settings.pop("method")
-    sizes |= {name: settings.pop(name) for name in Asked._fields if name in settings}
+    sizes |= {name: settings.pop(name) for name in ShrinkRequest._fields if name in settings}
     of_run = {name: value for name, value in settings.items() if name not in ("data", "tokenizer", "progress")}
     planned = mts.plan_shrink(source.empty(False)[0], **sizes, **of_run)
     if show_plan:
@@ -605,7 +605,7 @@ def sparse_ift(
     """Write config and recipe of a larger, sparser MODEL. Its FLOPs are those of MODEL."""
     from modelopt_sparse.checkpoint.folder import checked_place
     from modelopt_sparse.cli.inputs import NamedModel
-    from modelopt_sparse.training.config import sparse_ift_files
+    from modelopt_sparse.training.iso_flop.config import sparse_ift_files
 
     section = {"sparsity": sparsity, "member": member, "iso": iso, "multiple": multiple}
     section |= {} if include is None else {"include": include}

@@ -1,28 +1,19 @@
-"""Budgets: how much a model may cost, and which choice for each layer loses least within that.
-
-Shape letters: N layers, K choices of each, S partial plans.
-"""
+"""Budgets: how much a model may cost, and what each layer may become within that."""
 
 import math
 import re
-from bisect import bisect_left
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
-import numpy as np
-
 from modelopt_sparse.methods.patterns import Pattern, Unstructured, parse_pattern
 from modelopt_sparse.reports.text import nearest
 
-# what the user asks for -----------------------------------------------------------------------------------------------
-
-
-UNITS = ("zeros", "bytes", "flops")
+BUDGET_UNITS = ("zeros", "bytes", "flops")
 NUMBER = re.compile(r"\s*(\d+\.?\d*(?:[eE][+-]?\d+)?|\.\d+)\s*(%?)\s*(\w+)\s*")
 DENSE, AUTO = "dense", "auto"
-LEVELS, HIGHEST = (DENSE, *(f"{level}%" for level in range(20, 85, 5))), 0.8
+LEVELS, MAX_BUDGET_SPARSITY = (DENSE, *(f"{level}%" for level in range(20, 85, 5))), 0.8
 
 
 @dataclass(frozen=True)
@@ -46,7 +37,7 @@ class Budget:
         return dense - math.ceil(amount) if self.unit == "zeros" else math.floor(amount)
 
 
-def parse_budget(value: Any, units: Collection[str] = UNITS) -> Budget | None:
+def parse_budget(value: Any, units: Collection[str] = BUDGET_UNITS) -> Budget | None:
     """``"35% zeros"`` or ``"4.2e9 bytes"``, of ``units``. Raises ValueError or TypeError for anything else."""
     if value is None or isinstance(value, Budget):
         return value
@@ -89,52 +80,3 @@ def parse_choices(value: Any, where: str = "choices") -> tuple[Pattern | None, .
 
 def parse_choice(value: Any) -> Pattern | None:
     return None if value in (DENSE, None) else parse_pattern(value)
-
-
-# the choice -----------------------------------------------------------------------------------------------------------
-
-
-STATES = 20_000  # partial plans that are held: far more than an exact choice takes but for adversarial losses
-LEAST, DOUBLINGS = -140, 210  # the price of a cost is 2**LEAST, which is as good as none, doubled up to so many times
-STEPS = 2**60  # between which prices are told apart
-
-
-def choose(losses_NK: np.ndarray, costs_NK: np.ndarray, ceiling: int) -> np.ndarray | None:
-    """The choice [N] of the smallest sum of losses with costs within a ceiling; None if there is none.
-
-    Costs get the lowest price at which the cheapest choices meet the ceiling (Lagrange). What these lose more than the
-    bound that the price gives is little, and all plans that lose no more are gone through, layer by layer. Those
-    partial plans stay that no other one beats in both cost and loss (dynamic programming, Pisinger 1995).
-    """
-    least_N = costs_NK.min(1)
-    if least_N.sum() > ceiling:
-        return None
-
-    def priced(step: int) -> tuple[float, np.ndarray, np.ndarray]:
-        """(a price, losses and priced costs, the choice [N] of the least of them; of equal ones the cheapest)."""
-        price = 2 ** (LEAST + DOUBLINGS * step / STEPS)
-        priced_NK = losses_NK + price * costs_NK
-        return price, priced_NK, np.lexsort((costs_NK, priced_NK))[:, 0]
-
-    step = bisect_left(range(STEPS), True, key=lambda step: _sum(costs_NK, priced(step)[-1]) <= ceiling)
-    price, priced_NK, start = priced(step)
-    more_NK = priced_NK - priced_NK.min(1, keepdims=True)  # than the bound: what a choice adds to it
-    loss, bound = _sum(losses_NK, start), priced_NK.min(1).sum() - price * ceiling
-    gap = (loss - bound) * (1 + 1e-9)
-    room_N = ceiling - least_N.sum() + least_N.cumsum()  # others cheapest
-    plans, costs_S, sums = np.empty((1, 0), np.int16), np.zeros(1, np.int64), np.zeros((2, 1))
-    for n in range(len(losses_NK)):
-        costs_S = (costs_S[:, None] + costs_NK[n]).ravel()
-        sums = (sums[..., None] + np.stack((losses_NK[n], more_NK[n]))[:, None]).reshape(2, -1)
-        inside = np.flatnonzero((sums[1] <= gap) & (costs_S <= room_N[n]))
-        inside = inside[np.lexsort((sums[0, inside], costs_S[inside]))]
-        best = np.minimum.accumulate(np.append(np.inf, sums[0, inside]))[:-1]  # of the cheaper ones
-        inside = inside[sums[0, inside] < best]
-        inside = inside[np.argsort(sums[1, inside], kind="stable")[:STATES]]
-        plans = np.column_stack((plans[inside // losses_NK.shape[1]], inside % losses_NK.shape[1]))
-        costs_S, sums = costs_S[inside], sums[:, inside]
-    return plans[sums[0].argmin()] if len(plans) and sums[0].min() < loss else start
-
-
-def _sum(values_NK: np.ndarray, choice_N: np.ndarray) -> Any:
-    return values_NK[np.arange(len(choice_N)), choice_N].sum()

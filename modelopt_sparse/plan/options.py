@@ -22,8 +22,8 @@ from modelopt_sparse.model.output import Divergence, Which, check_output, name_o
 from modelopt_sparse.plan.budget import (
     AUTO,
     DENSE,
-    HIGHEST,
     LEVELS,
+    MAX_BUDGET_SPARSITY,
     Budget,
     parse_budget,
     parse_choices,
@@ -479,7 +479,7 @@ class SparsifyConfig:
         those that layers may have, or where something else says where zeros go."""
         budget, pattern, of_rules = None, self.pattern, {name for rule in self.rules for name in rule.options or ()}
         elsewhere = self.masks is not None or of_rules & {"pattern", "choices"}
-        if isinstance(pattern, Unstructured) and 0 < pattern.sparsity < HIGHEST and not elsewhere:
+        if isinstance(pattern, Unstructured) and 0 < pattern.sparsity < MAX_BUDGET_SPARSITY and not elsewhere:
             budget, levels = zeros_of(pattern)
             object.__setattr__(self, "choices", tuple(dict.fromkeys((pattern, *(self.choices or levels)))))
         object.__setattr__(self, "budget", budget)

@@ -1,1 +1,1 @@
-"""One block from top to bottom: from the statistics of its inputs to sparse layers; and where zeros go."""
+"""One block from top to bottom: from the statistics of its inputs to sparse layers."""

@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AlbertConfig, AlbertForMaskedLM, AutoTokenizer
 
 import modelopt_sparse as mts
+from modelopt_sparse.budget import choose as budget
 from modelopt_sparse.checkpoint import stream
 from modelopt_sparse.methods.scores import Wanda
-from modelopt_sparse.solving import budget
 from tests.checkpoint.streams import Stopping, assert_same_folders, saved
 from tests.helpers import TESTBED, tiny_llama, token_batches
 

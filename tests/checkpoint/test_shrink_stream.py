@@ -10,10 +10,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import modelopt_sparse as mts
-from modelopt_sparse import smaller
-from modelopt_sparse.accuracy import choose
 from modelopt_sparse.checkpoint.streamed import Streamed
 from modelopt_sparse.model.hf import model_class
+from modelopt_sparse.shrinking import importance as choose
+from modelopt_sparse.shrinking import shrink as smaller
 from tests.checkpoint.streams import assert_same_folders, saved
 from tests.helpers import run_python
 from tests.models.shrinkable import BLOCKS, WIDTH, calls, shrinkable

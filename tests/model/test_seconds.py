@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import modelopt_sparse as mts
-from modelopt_sparse import smaller
-from modelopt_sparse.smaller import seconds_of_call
+from modelopt_sparse.shrinking import shrink as smaller
+from modelopt_sparse.shrinking.shrink import seconds_of_call
 from tests.models.shrinkable import BLOCKS, WIDTH, calls, shrinkable
 
 HIDDEN, VOCAB = 32, 97

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 import modelopt_sparse as mts
-from modelopt_sparse.plan.budget import choose, parse_budget, parse_choices
+from modelopt_sparse.budget.knapsack import choose
+from modelopt_sparse.plan.budget import parse_budget, parse_choices
 from modelopt_sparse.plan.planner import resolve
 from tests.helpers import tiny_llama, token_batches
 

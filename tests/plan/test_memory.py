@@ -9,8 +9,6 @@ import torch
 from torch import nn
 
 import modelopt_sparse as mts
-from modelopt_sparse.accuracy import choose as choose_channels
-from modelopt_sparse.accuracy.choose import Criterion
 from modelopt_sparse.methods import METHODS
 from modelopt_sparse.methods.alps import Scaled
 from modelopt_sparse.methods.base import Stats
@@ -18,7 +16,10 @@ from modelopt_sparse.model import devices
 from modelopt_sparse.plan import memory as planned_memory
 from modelopt_sparse.plan.plan import Plan
 from modelopt_sparse.plan.planner import make_plan
-from modelopt_sparse.plan.shrinking import Sizes, plan_shrink
+from modelopt_sparse.shrinking import importance as choose_channels
+from modelopt_sparse.shrinking.importance import Criterion
+from modelopt_sparse.shrinking.plan import plan_shrink
+from modelopt_sparse.shrinking.sizes import TargetSizes
 from tests.helpers import LiveBytes, tiny_llama
 from tests.models.shrinkable import shrinkable
 
@@ -226,13 +227,13 @@ def test_a_choice_of_channels_holds_no_more_than_the_plan_says(criterion, shape)
     held = plan_shrink(model, mlp=0.25, num_samples=4, seq_len=8).streamed["host"]
     planned = make_plan(model, "magnitude")
     name, *_ = (each.name for each in planned.layers if each.name.endswith("down_proj"))
-    sizes = Sizes({"intermediate_size": (columns, columns * 3 // 4)})
-    pool = next(pool for of_block in sizes.pools(model, planned)[0].values() for pool in of_block)
-    assert pool.taker.name == name
+    sizes = TargetSizes({"intermediate_size": (columns, columns * 3 // 4)})
+    group = next(group for of_block in sizes.groups_in(model, planned).values() for group in of_block)
+    assert group.consumer.name == name
     fitted, judging = (x.mT @ x for x in torch.randn(2, columns + 8, columns))
     choose = choose_channels._choice  # pyright: ignore[reportPrivateUsage]
     with torch.no_grad(), LiveBytes(*model.parameters(), fitted, judging) as live:
-        choose(pool, fitted, judging, fitted.diagonal(), Criterion(criterion, True, {}))
+        choose(group, fitted, judging, fitted.diagonal(), Criterion(criterion, True, {}))
     assert held["statistics_of_one_block"] == fitted.nbytes + judging.nbytes
     assert held["workspace"] / 2 < live.peak <= held["workspace"]
 

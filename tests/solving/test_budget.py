@@ -15,10 +15,11 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 import modelopt_sparse as mts
 from modelopt_sparse import oneshot
 from modelopt_sparse.accuracy import fisher
+from modelopt_sparse.budget import losses as solving
+from modelopt_sparse.budget.costs import lowered
 from modelopt_sparse.calibration import blocks
 from modelopt_sparse.calibration.run import calibrating
 from modelopt_sparse.methods.patterns import parse_pattern
-from modelopt_sparse.solving import budget as solving
 from tests.helpers import assert_same_state, calibrated_run, state_of, tiny_llama, token_batches
 from tests.models.tiny import TwoOutputs
 from tests.reports.pages import figures
@@ -108,7 +109,7 @@ def zeros_in(levels: list[tuple[Any, Any]]) -> int:
 @pytest.mark.parametrize("surplus", [0, 1, 777, 5000])
 def test_levels_are_lowered_alike_until_the_zeros_are_met(scope, surplus):
     levels = levels_of(f"50% per {scope}", intermediate_size=60)
-    found = solving.lowered(levels, surplus)
+    found = lowered(levels, surplus)
     after = [(each, found[each.name]) for each, _ in levels]
     finest = min(each.shape[0] if scope == "row" else 1 for each, _ in levels)
     assert 0 <= zeros_in(after) - (zeros_in(levels) - surplus) < finest
@@ -120,15 +121,15 @@ def test_levels_are_lowered_alike_until_the_zeros_are_met(scope, surplus):
 def test_a_level_goes_no_lower_than_zero():
     (first, level), *others = levels_of("50% per matrix")
     levels = [(first, replace(level, sparsity=0.001)), *others]
-    found = solving.lowered(levels, 2000)
+    found = lowered(levels, 2000)
     assert found[first.name].sparsity == 0
     assert zeros_in([(each, found[each.name]) for each, _ in levels]) == zeros_in(levels) - 2000
-    assert {level.sparsity for level in solving.lowered(levels, 10**9).values()} == {0.0}
+    assert {level.sparsity for level in lowered(levels, 10**9).values()} == {0.0}
 
 
 def test_a_matrix_of_many_weights_steps_by_a_ten_thousandth():
     plan = mts.make_plan(nn.Sequential(nn.Sequential(nn.Linear(300, 200))), "magnitude", pattern=0.5, include=["*"])
-    ((name, level),) = solving.lowered([(each, each.pattern) for each in plan.layers], 4001).items()
+    ((name, level),) = lowered([(each, each.pattern) for each in plan.layers], 4001).items()
     assert (name, level.sparsity) == ("0.0", 0.4334)
 
 

@@ -25,7 +25,7 @@ from transformers import (
 import modelopt_sparse as mts
 from modelopt_sparse import training
 from modelopt_sparse.model.masking import named_masks
-from modelopt_sparse.training.members import widened
+from modelopt_sparse.training.iso_flop.members import widened
 from tests.helpers import TESTBED, tiny_llama, token_batches
 
 

@@ -8,7 +8,7 @@ from torch import nn
 import modelopt_sparse as mts
 from modelopt_sparse import training
 from modelopt_sparse.model.masking import named_masks
-from modelopt_sparse.training.members import branches_for, rank_of_doping, rank_of_factors
+from modelopt_sparse.training.iso_flop.members import branches_for, rank_of_doping, rank_of_factors
 from tests.helpers import tiny_llama, token_batches
 
 

@@ -7,7 +7,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from modelopt_sparse import training
 from modelopt_sparse.model.masking import named_masks
-from modelopt_sparse.training.members import rebuilt
+from modelopt_sparse.training.iso_flop.members import rebuilt
 from tests.helpers import Snapshot
 
 

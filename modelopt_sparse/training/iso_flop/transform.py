@@ -12,7 +12,7 @@ from modelopt_sparse.model.hf import built, model_class
 from modelopt_sparse.reports.text import Column, Printed, by_reason, first_few, paragraph, rows_of, table
 from modelopt_sparse.reports.values import Skipped
 from modelopt_sparse.training.algorithms import Group, SparsityAlgorithm, Static
-from modelopt_sparse.training.members import (
+from modelopt_sparse.training.iso_flop.members import (
     Activation,
     Convolution,
     call,
@@ -120,7 +120,7 @@ class IsoPlan(Printed):
     def text(self, *, all_rows: bool = False) -> str:
         """What ``print`` shows: equal rows folded, 100 columns. ``all_rows``: a line for each, as wide as it is."""
         names = [layer.name for layer in self.layers]
-        skipped = {each.name: each.reason for each in self.skipped}
+        skipped = {layer.name: layer.reason for layer in self.skipped}
         whole = ": with example=, which says how many pixels each convolution sees"
         if self.model_ratio is not None:
             whole = f" {self.model_ratio:.4f} times"
@@ -137,9 +137,9 @@ class IsoPlan(Printed):
         ]
         costs = [("parameters", self.parameters, self.new_parameters)]
         costs.append(("of them live", self.parameters, self.live_parameters))
-        for times, what in ((1, "forward"), (3, "training")):
-            if self.flops is not None:
-                costs.append((f"FLOPs of {self.unit}, {what}", times * self.flops[0], times * self.flops[1]))
+        if (flops := self.flops) is not None:
+            costs.append((f"FLOPs of {self.unit}, forward", *flops))
+            costs.append((f"FLOPs of {self.unit}, training", 3 * flops[0], 3 * flops[1]))
         parts = [
             paragraph(summary, all_rows=all_rows),
             rows_of("layer", names, columns, skipped, all_rows=all_rows),

@@ -1,12 +1,12 @@
-"""Which channels of a layer's input stay, from the sums of that input, and refit: better values for what takes them,
-and for the last matrices of experts that are kept, in closed form.
+"""Which channels of a layer's input stay, from the sums of that input; and better values in closed form, for what takes
+them and for the last matrices of experts that stay.
 
 Shape letters: R rows, C columns (input channels), K those of them that are kept or go together, T tokens,
 E experts, k those chosen for a token.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,11 +18,17 @@ from modelopt_sparse.calibration.sums import add_product, completed, shared_sums
 from modelopt_sparse.model.adapters import SECOND, Route
 from modelopt_sparse.model.devices import stored
 
+
+def judging_calls(batches: BatchNumbers) -> set[int]:
+    """The numbers of this process's calls that judge."""
+    return {batches.own[number] for number in batches.held_back if number in batches.own}
+
+
 # which channels stay --------------------------------------------------------------------------------------------------
 
 
-DAMPING = 1e-3  # of the mean of the Gram matrix's diagonal
-CHUNK, SHARE = 16, 256  # channels that go at a time: 16, or a 256th of all
+SCORE_DAMPING = 1e-3  # of the mean of the Gram matrix's diagonal
+CHUNK, CHUNKS = 16, 256  # channels that go at a time: 16, or a 256th of all
 
 
 def gram_scores(weight_RC: Tensor, gram_CC: Tensor, count: int, chunk: int = CHUNK) -> tuple[Tensor, Tensor]:
@@ -34,7 +40,7 @@ def gram_scores(weight_RC: Tensor, gram_CC: Tensor, count: int, chunk: int = CHU
     """
     columns = weight_RC.shape[1]
     weight, hessian = weight_RC.double(), gram_CC.to(torch.float64, copy=True)
-    hessian.diagonal().add_((DAMPING * hessian.diagonal().mean()).clamp_min(1e-30))
+    hessian.diagonal().add_((SCORE_DAMPING * hessian.diagonal().mean()).clamp_min(1e-30))
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(hessian))
     del hessian  # as large as the inverse
     scores = torch.zeros(columns, dtype=torch.float64, device=weight.device)
@@ -44,7 +50,7 @@ def gram_scores(weight_RC: Tensor, gram_CC: Tensor, count: int, chunk: int = CHU
         scores[left] = losses
         if len(left) <= count:
             return left, scores
-        going = min(max(chunk, columns // SHARE), len(left) - count)
+        going = min(max(chunk, columns // CHUNKS), len(left) - count)
         order = losses.argsort(stable=True)
         gone_K, stay = order[:going], order[going:].sort().values
         factor = torch.linalg.cholesky(inverse[gone_K][:, gone_K])
@@ -62,7 +68,7 @@ def largest(scores_C: Tensor, count: int) -> Tensor:
 DAMPINGS = (1e-3, 1e-2, 1e-1, 1.0)  # of the mean of the Gram matrix's diagonal
 
 
-def refit(weight_RC: Tensor, kept_K: Tensor, gram_CC: Tensor, judge_CC: Tensor) -> tuple[Tensor, float, float]:
+def least_squares(weight_RC: Tensor, kept_K: Tensor, gram_CC: Tensor, judge_CC: Tensor) -> tuple[Tensor, float, float]:
     """(the kept columns ``[R, K]`` with values that make up for the others, the error as is, the error of these).
 
     They are the least squares for the inputs of ``gram_CC``, pulled towards the old values: the solution V of
@@ -102,19 +108,16 @@ SWEEPS = 2
 class RoutedCall:
     """The real tokens of one call of a smaller mixture, in the call of the model at ``place`` among this process's.
 
-    lacks: ``[T, R]``, what it puts out less than the whole one. routes, gates: expert -> its tokens, and their gates
-    ``[tokens, 1]`` where these scale what it puts out. chosen: k.
+    residual: ``[T, R]``, what it puts out less than the whole one. routes, gates: expert -> its tokens, and their gates
+    ``[tokens, 1]`` where these scale what it puts out. chosen: k. energy: of the whole mixture's output.
     """
 
     place: int
-    lacks: Tensor
+    residual: Tensor
     routes: dict[int, Route]
     gates: dict[int, Tensor | float]
     chosen: int
-    size: float = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.size = float(self.lacks.double().square().sum())  # of the whole mixture's output
+    energy: float
 
     @classmethod
     def of(cls, place: int, module: Any, adapter: Any, inputs: tuple[Tensor, ...], whole_TR: Tensor) -> "RoutedCall":
@@ -126,10 +129,11 @@ class RoutedCall:
         factors: dict[int, Tensor | float] = dict.fromkeys(routes, 1.0)
         if not adapter.gates_inside:
             factors = {expert: gates_Tk.flatten()[route.slots, None] for expert, route in routes.items()}
-        call = cls(place, whole_TR.float().clone(), routes, factors, index_Tk.shape[1])
+        energy = float(whole_TR.float().double().square().sum())
+        call = cls(place, whole_TR.float().clone(), routes, factors, index_Tk.shape[1], energy)
         for expert, route in routes.items():
             rows = adapter.hidden(module, expert, route.rows)
-            call.take(expert, adapter.output(module, expert, rows).float() * factors[expert])
+            call.subtract_output(expert, adapter.output(module, expert, rows).float() * factors[expert])
         return call
 
     def tokens(self, expert: int) -> Tensor:
@@ -137,9 +141,9 @@ class RoutedCall:
         assert slots is not None
         return slots // self.chosen
 
-    def take(self, expert: int, added: Tensor) -> None:
+    def subtract_output(self, expert: int, added: Tensor) -> None:
         """The expert puts out so much more, ``[tokens, R]``."""
-        self.lacks.index_add_(0, self.tokens(expert), added, alpha=-1)
+        self.residual.index_add_(0, self.tokens(expert), added, alpha=-1)
 
 
 def refit_experts(
@@ -150,29 +154,29 @@ def refit_experts(
 
     ``module`` holds the experts of the smaller mixture. None gets values that are worse on the batches that judge.
     """
-    judging = {batches.own[number] for number in batches.held_back if number in batches.own}
+    judging = judging_calls(batches)
     old = stored(module, SECOND).detach()
     matrices_ERC = adapter.matrix(module, old).float().clone()
 
     def measure(place: int) -> tuple[float, float]:
         here = [call for call in calls if call.place == place]
-        return sum(float(call.lacks.double().square().sum()) for call in here), sum(call.size for call in here)
+        return sum(float(call.residual.double().square().sum()) for call in here), sum(call.energy for call in here)
 
     errors = [batches.judged(measure)]
     for expert in [*range(len(matrices_ERC))] * SWEEPS:
         mine = [call for call in calls if expert in call.routes]
         seen = [adapter.hidden(module, expert, call.routes[expert].rows).float() * call.gates[expert] for call in mine]
-        own: dict[bool, Tensor] = {}  # of the calls that judge, and of the others
+        sums: dict[bool, Tensor] = {}  # of the calls that judge, and of the others
         for call, rows in zip(mine, seen):
-            judges, both = call.place in judging, torch.cat([rows, call.lacks[call.tokens(expert)]], dim=1)
-            own[judges] = add_product(own.get(judges), both)
-        own = {judges: completed(gram) for judges, gram in own.items()}
-        grams = shared_sums(own, run.processes, matrices_ERC.device)
+            judges, both = call.place in judging, torch.cat([rows, call.residual[call.tokens(expert)]], dim=1)
+            sums[judges] = add_product(sums.get(judges), both)
+        sums = {judges: completed(gram) for judges, gram in sums.items()}
+        grams = shared_sums(sums, run.processes, matrices_ERC.device)
         change = _change(grams.get(False), grams.get(True), matrices_ERC.shape[-1])
         if change is not None:
             matrices_ERC[expert] += change
             for call, rows in zip(mine, seen):
-                call.take(expert, rows @ change.mT)
+                call.subtract_output(expert, rows @ change.mT)
     return adapter.unmatrix(module, matrices_ERC).to(old.dtype), [*errors, batches.judged(measure)]
 
 

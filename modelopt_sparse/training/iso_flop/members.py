@@ -9,6 +9,7 @@ convolution Din counts kernel positions too.
 """
 
 import copy
+import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping
@@ -98,19 +99,19 @@ def widened(config: PretrainedConfig, factor: float, multiple: int = 1) -> Pretr
         raise ValueError(f"the sizes of {config.model_type!r} are not known{close}: choose another member")
     check_whole("multiple", multiple)
     width, heads = getattr(config, family.width), getattr(config, family.heads)
-    own: int = (family.head_size and getattr(config, family.head_size, None)) or 0  # 0: heads share the width
-    if not own and width % heads:
+    head: int = (family.head_size and getattr(config, family.head_size, None)) or 0  # 0: heads share the width
+    if not head and width % heads:
         near = rounded_up(width, heads)
         raise ValueError(f"{family.width}={width} is no multiple of {family.heads}={heads}, as {near} would be")
-    apart = own and own * heads != width  # the sizes of heads do not add up to the width
+    apart = head and head * heads != width  # the sizes of heads do not add up to the width
     even = 1 + family.rotary
     new = rounded_up(width * factor, multiple if apart else math.lcm(multiple, heads * even))
-    size = rounded_up(own * factor, even) if apart else new // heads
+    size = rounded_up(head * factor, even) if apart else new // heads
     setattr(wide, family.width, new)
-    if family.head_size and own:
+    if family.head_size and head:
         setattr(wide, family.head_size, size)
     rope = getattr(config, "rope_parameters", None) or {}
-    if size != (own or width // heads) and any(isinstance(value, (list, tuple)) for value in rope.values()):
+    if size != (head or width // heads) and any(isinstance(value, (list, tuple)) for value in rope.values()):
         raise ValueError(f"rope_parameters holds a list, which does not fit heads of {size}: choose another member")
     mlp = getattr(config, family.mlp)
     if mlp is not None:
@@ -187,21 +188,21 @@ def widened_layers(model: nn.Module, factor: float, multiple: int, example: Any)
     """
     _refuse_unknown(model)
     ends = _ends(model, example)
-    sizes = {module: _inner_sizes(module, own) for module, own in ends.items()}
-    inner = [size for own in sizes.values() for size in own.values()]
+    sizes = {module: _inner_sizes(module, fixed) for module, fixed in ends.items()}
+    inner = [size for widths in sizes.values() for size in widths.values()]
     if not inner:
         raise ValueError(f"this {type(model).__name__} has no width of its own: its first layer is its last")
     unit, step = math.gcd(*inner), multiple
-    for module, own in sizes.items():
+    for module, widths in sizes.items():
         groups = getattr(module, "groups", getattr(module, "num_groups", 1))
-        if not _depthwise(module, own):  # there groups grow with the channels
-            step = math.lcm(step, *(groups // math.gcd(groups, size // unit) for size in own.values()))
+        if not _depthwise(module, widths):  # there groups grow with the channels
+            step = math.lcm(step, *(groups // math.gcd(groups, size // unit) for size in widths.values()))
     new = rounded_up(factor * unit, step)
     wide = copy.deepcopy(model)
     new_modules = {}
-    for module, own in sizes.items():
-        changes = {side: size // unit * new for side, size in own.items()}
-        if _depthwise(module, own):
+    for module, widths in sizes.items():
+        changes = {side: size // unit * new for side, size in widths.items()}
+        if _depthwise(module, widths):
             changes["groups"] = changes["in_channels"]
         new_modules[module] = rebuilt(module, **changes)
     for name, module in list(model.named_modules(remove_duplicate=False)):
@@ -209,21 +210,20 @@ def widened_layers(model: nn.Module, factor: float, multiple: int, example: Any)
             wide.set_submodule(name, new_modules[module])
     _tie(model, wide)
     _check(model, wide, example)
-    layers = {name: module for name, module in model.named_modules() if type(module) in LAYERS}
-    return wide, {
-        name: next((end for end in (READS, MAKES) if end in ends[module]), "") for name, module in layers.items()
-    }
+    layers = [(name, module) for name, module in model.named_modules() if type(module) in LAYERS]
+    return wide, {name: next((end for end in (READS, MAKES) if end in ends[module]), "") for name, module in layers}
 
 
 def _refuse_unknown(model: nn.Module) -> None:
     for path, module in model.named_modules():
-        own = dict(module.named_parameters(recurse=False))
-        if own and type(module) not in SIZES and not (isinstance(module, nn.PReLU) and module.num_parameters == 1):
-            what = f"{path or type(model).__name__!r} ({type(module).__name__} with {next(iter(own))!r})"
+        parameters = dict(module.named_parameters(recurse=False))
+        known = type(module) in SIZES or (isinstance(module, nn.PReLU) and module.num_parameters == 1)
+        if parameters and not known:
+            what = f"{path or type(model).__name__!r} ({type(module).__name__} with {next(iter(parameters))!r})"
             raise ValueError(f"Sparse Wide does not know which sizes of {what} are widths: choose another member")
         if isinstance(module, (nn.LayerNorm, nn.RMSNorm)) and len(module.normalized_shape) != 1:
             raise ValueError(f"Sparse Wide: {path!r} is normalized over {list(module.normalized_shape)}")
-        if any(parameter.is_meta for parameter in own.values()):
+        if any(parameter.is_meta for parameter in parameters.values()):
             raise ValueError(f"this {type(model).__name__} is on the meta device: build it, to run it on the example")
 
 
@@ -259,8 +259,8 @@ def _inner_sizes(module: nn.Module, ends: set[str]) -> dict[str, int]:
     return {name: size[0] if isinstance(size, tuple) else size for name, size in inner.items()}
 
 
-def _depthwise(module: nn.Module, own: Mapping[str, int]) -> bool:
-    return len(own) == 2 and getattr(module, "groups", 1) == getattr(module, "in_channels", 0) > 1
+def _depthwise(module: nn.Module, widths: Mapping[str, int]) -> bool:
+    return len(widths) == 2 and getattr(module, "groups", 1) == getattr(module, "in_channels", 0) > 1
 
 
 def _tie(model: nn.Module, wide: nn.Module) -> None:
@@ -268,10 +268,10 @@ def _tie(model: nn.Module, wide: nn.Module) -> None:
     first: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         known = first.setdefault(id(parameter), name)
-        path, _, own = name.rpartition(".")
+        path, _, key = name.rpartition(".")
         if wide.get_parameter(known).shape != wide.get_parameter(name).shape:
             raise ValueError(f"{known!r} and {name!r} are one parameter, and differ in size in a wider model")
-        wide.get_submodule(path).register_parameter(own, wide.get_parameter(known))
+        wide.get_submodule(path).register_parameter(key, wide.get_parameter(known))
 
 
 def _check(model: nn.Module, wide: nn.Module, example: Any) -> None:
@@ -305,11 +305,7 @@ class Parallel(nn.Module):
         self.activation = nn.Identity() if activation is None or count == 1 else activation()
 
     def forward(self, x: Tensor) -> Tensor:
-        first, *others = self.branches
-        total = self.activation(first(x))
-        for branch in others:
-            total = total + self.activation(branch(x))
-        return total
+        return functools.reduce(torch.add, (self.activation(branch(x)) for branch in self.branches))
 
 
 class Factorized(nn.Module):
@@ -413,8 +409,7 @@ def fold(model: nn.Module) -> list[str]:
     left = []
     for name, module in list(model.named_modules()):
         if isinstance(module, (Parallel, Factorized, Doped)):
-            layer = merge_members(module)
-            if layer is None:
+            if (layer := merge_members(module)) is None:
                 left.append(name)
             else:
                 model.set_submodule(name, layer)

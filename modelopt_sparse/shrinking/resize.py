@@ -6,10 +6,12 @@ modules, numbers that modules hold as attributes, other entries of the config. T
 """
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
+from operator import itemgetter
 from typing import Any, TypeVar
 
 import torch
@@ -20,6 +22,7 @@ from modelopt_sparse.model.adapters import HF_CONV1D, LAST, LINEAR
 from modelopt_sparse.model.devices import full_name
 from modelopt_sparse.model.hf import built
 from modelopt_sparse.model.layers import Layer, Stack
+from modelopt_sparse.values import grouped
 
 # the names that usually hold the width of an MLP: tried first. One that holds None may stand for a default
 WIDTHS = ("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner", "d_ff", "hidden_dim")
@@ -42,8 +45,8 @@ def twin_of(model: PreTrainedModel, changes: Mapping[str, Any]) -> PreTrainedMod
         config = type(config).from_dict(config.to_dict())
         twin = built(type(model), config)
     except Exception as error:
-        said = ", ".join(f"{name}={value}" for name, value in changes.items())
-        raise ValueError(f"{type(model).__name__} cannot be built with {said}: {error}") from error
+        values = ", ".join(f"{name}={value}" for name, value in changes.items())
+        raise ValueError(f"{type(model).__name__} cannot be built with {values}: {error}") from error
     nn.Module.to(twin.eval(), model.dtype)
     return twin
 
@@ -99,17 +102,16 @@ def spans(module: nn.Module, twin: nn.Module) -> list[Span]:
     """What differs in size between a module and its twin. Raises ValueError if they do not have the same tensors, but
     for those that are not saved and that the twin does without, such as the frequencies of a kind of blocks that goes.
     """
-    own, other = tensors_of(module), tensors_of(twin)
-    spare = own.keys() - other.keys() - module.state_dict().keys()
-    if alone := sorted((own.keys() ^ other.keys()) - spare):
+    tensors, twins = tensors_of(module), tensors_of(twin)
+    spare = tensors.keys() - twins.keys() - module.state_dict().keys()
+    if alone := sorted((tensors.keys() ^ twins.keys()) - spare):
         raise ValueError(f"{alone[0]!r} would be in one of the two models alone")
     different = []
-    for name, tensor in own.items():
-        if name in spare:
-            continue
-        if tensor.dim() != other[name].dim():
-            raise ValueError(f"{name!r} would have {other[name].dim()} dimensions, and has {tensor.dim()}")
-        sizes = enumerate(zip(tensor.shape, other[name].shape))
+    for name, of_twin in twins.items():
+        tensor = tensors[name]
+        if tensor.dim() != of_twin.dim():
+            raise ValueError(f"{name!r} would have {of_twin.dim()} dimensions, and has {tensor.dim()}")
+        sizes = enumerate(zip(tensor.shape, of_twin.shape))
         different += [Span(name, dim, old, new) for dim, (old, new) in sizes if old != new]
     return different
 
@@ -121,22 +123,19 @@ def select(module: nn.Module, indices: Mapping[tuple[str, int], Tensor]) -> None
     Parameters that change are new ones; ties hold.
     """
     new: dict[Tensor, Tensor] = {}
-    by_tensor: dict[str, list[int]] = {}
-    for name, dim in indices:
-        by_tensor.setdefault(name, []).append(dim)
-    for name, dims in by_tensor.items():
+    for name, dims in grouped(indices, itemgetter(0)).items():
         path, _, key = name.rpartition(".")
         tensor = getattr(module.get_submodule(path), key)
         if tensor not in new:
             values = tensor.detach()
-            for dim in dims:
+            for _, dim in dims:
                 values = values.index_select(dim, indices[name, dim].to(values.device))
             is_parameter = isinstance(tensor, nn.Parameter)
             new[tensor] = nn.Parameter(values, tensor.requires_grad) if is_parameter else values
         setattr(module.get_submodule(path), key, new[tensor])
 
 
-def cut(module: nn.Module, twin: nn.Module, stay: Mapping[tuple[str, int], Tensor]) -> None:
+def resize_module(module: nn.Module, twin: nn.Module, stay: Mapping[tuple[str, int], Tensor]) -> None:
     """Make a module as large as its twin, in place. ``stay``: (name of a tensor, dimension) -> the indices that stay.
 
     Sizes that modules and configs hold become those of the twin. What has its size already is left alone, so that this
@@ -146,21 +145,21 @@ def cut(module: nn.Module, twin: nn.Module, stay: Mapping[tuple[str, int], Tenso
     for part, of_twin in zip(module.modules(), twin.modules(), strict=True):
         _take_sizes(vars(part), vars(of_twin))
         if isinstance(config := vars(part).get("config"), PreTrainedConfig):
-            for (_, own), (_, other) in zip(_parts(config), _parts(vars(of_twin)["config"]), strict=True):
-                _take_sizes(vars(own), vars(other))
+            for (_, inner), (_, new) in zip(_parts(config), _parts(vars(of_twin)["config"]), strict=True):
+                _take_sizes(vars(inner), vars(new))
 
 
-def _take_sizes(own: dict[str, Any], other: Mapping[str, Any]) -> None:
+def _take_sizes(attributes: dict[str, Any], new: Mapping[str, Any]) -> None:
     """Not by setattr: some are behind a property without a setter."""
-    for name, value in other.items():
-        if not name.startswith("_") and _is_size(value) and name in own and own[name] != value:
-            own[name] = copy.copy(value)
+    for name, value in new.items():
+        if not name.startswith("_") and _is_size(value) and name in attributes and attributes[name] != value:
+            attributes[name] = copy.copy(value)
 
 
 def _is_size(value: Any) -> bool:
     """A number, or a list that may say something of each block; no flag."""
     if isinstance(value, (tuple, list)):
-        return all(isinstance(each, str) or _is_size(each) for each in value)
+        return all(isinstance(part, str) or _is_size(part) for part in value)
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
@@ -183,73 +182,73 @@ COLUMNS = {LINEAR: 1, HF_CONV1D: 0}  # the dimension of a weight that its input 
 
 
 @dataclass(frozen=True)
-class Pool:
-    """Channels of a block that go together: columns of ``taker``, and what makes them, rows and biases.
+class ChannelGroup:
+    """Channels of a block that go together: columns of ``consumer``, and what makes them, rows and biases.
 
-    span: the columns of the taker, in the block.
+    span: the columns of the consumer, in the block.
     interleaved: where a tensor makes several values for each channel (gate and up in one), those of a channel follow
       each other; else all of the first kind come first.
     """
 
-    taker: Layer
+    consumer: Layer
     span: Span
-    makers: tuple[Span, ...]
+    producers: tuple[Span, ...]
     interleaved: bool = False
 
     def cuts(self, stay: Tensor) -> dict[tuple[str, int], Tensor]:
-        """What `cut` takes, for the channels ``stay``."""
+        """What `resize_module` takes, for the channels ``stay``."""
         cuts = {(self.span.name, self.span.dim): stay}
-        for maker in self.makers:
-            kinds = torch.arange(maker.old // self.span.old)
+        for producer in self.producers:
+            kinds = torch.arange(producer.old // self.span.old)
             both = stay[:, None] * len(kinds) + kinds if self.interleaved else stay + kinds[:, None] * self.span.old
-            cuts[maker.name, maker.dim] = both.flatten()
+            cuts[producer.name, producer.dim] = both.flatten()
         return cuts
 
 
-def pools_in(model: nn.Module, twin: nn.Module, blocks: Blocks) -> dict[str, list[Pool]]:
+def channels_in(model: nn.Module, twin: nn.Module, blocks: Blocks) -> dict[str, list[ChannelGroup]]:
     """Block -> its channels that the twin has fewer of. Raises ValueError if anything else differs, or nothing."""
-    return _by_block(model, twin, blocks, _pools, "channels")
+    return _by_block(model, twin, blocks, _channel_groups, "channels")
 
 
 def _by_block(
-    model: nn.Module, twin: nn.Module, blocks: Blocks, pools_of: Callable[..., list[Found]], what: str
+    model: nn.Module, twin: nn.Module, blocks: Blocks, groups_of: Callable[..., list[Found]], what: str
 ) -> dict[str, list[Found]]:
-    """Block -> ``pools_of`` it, of its twin and of its layers, for those that have any. ``what``: what pools are."""
+    """Block -> ``groups_of`` it, of its twin and of its layers, for those that have any. ``what``: what is grouped."""
     names = tuple(f"{name}." for name in blocks)
     if outside := [span.name for span in spans(model, twin) if not span.name.startswith(names)]:
         raise ValueError(f"it is a size of {outside[0]!r}, outside of the blocks")
-    pools = {name: pools_of(block, twin.get_submodule(name), layers) for name, (block, layers) in blocks.items()}
-    if not any(pools.values()):
+    groups = {name: groups_of(block, twin.get_submodule(name), layers) for name, (block, layers) in blocks.items()}
+    if not any(groups.values()):
         raise ValueError(f"no {what} depend on it")
-    return {name: of_block for name, of_block in pools.items() if of_block}
+    return {name: of_block for name, of_block in groups.items() if of_block}
 
 
-def _pools(block: nn.Module, twin: nn.Module, layers: Sequence[Layer]) -> list[Pool]:
+def _channel_groups(block: nn.Module, twin: nn.Module, layers: Sequence[Layer]) -> list[ChannelGroup]:
     paths = {module: path for path, module in block.named_modules()}
     of_name = {full_name(paths[layer.owner], layer.param): layer for layer in layers}
     modules = {name.rpartition(".")[0] for name in of_name}
-    makers: dict[Span, list[Span]] = {}  # of each taker
-    others: list[Span] = []
+    producers: dict[Span, list[Span]] = {}  # of each consumer
+    rest: list[Span] = []
     for span in spans(block, twin):
         layer = of_name.get(span.name)
         if layer is not None and (layer.tied_modules or layer.adapter not in COLUMNS):
             raise ValueError(f"it is a size of {layer.name!r}, which is no linear layer of its own")
         if layer is not None and span.dim == COLUMNS[layer.adapter]:
-            makers[span] = []
+            producers[span] = []
         else:
-            others.append(span)
-    for span in others:
-        near = max(makers, key=lambda taker: _common(taker.name, span.name), default=None)
+            rest.append(span)
+    for span in rest:
+        near = max(producers, key=lambda consumer: _common(consumer.name, span.name), default=None)
         linear = span.name.rpartition(".")[0] in modules  # no norm, which would see the other channels
         if near is None or not linear or span.old % near.old or span.old * near.new != span.new * near.old:
             raise ValueError(f"it is a size of {span.name!r}, which is not of channels between two linear layers")
-        makers[near].append(span)
-    return [Pool(of_name[span.name], span, tuple(of_taker)) for span, of_taker in makers.items()]
+        producers[near].append(span)
+    return [ChannelGroup(of_name[span.name], span, tuple(made)) for span, made in producers.items()]
 
 
-def _common(name: str, other: str) -> int:
-    """How many parts of their paths two names have in common."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(name.split("."), other.split("."))))
+def _common(*names: str) -> int:
+    """How many parts of their paths names have in common, from the beginning."""
+    return sum(1 for _ in takewhile(lambda parts: len({*parts}) == 1, zip(*(name.split(".") for name in names))))
 
 
 def _first(
@@ -278,15 +277,15 @@ def find_width(model: PreTrainedModel, blocks: Blocks, new_of: Callable[[int], i
     numbers = numbers_in(model.config)
 
     def fits(name: str, old: int) -> int | None:
-        pools = pools_in(model, twin_of(model, {name: new_of(old)}), blocks)
+        groups = channels_in(model, twin_of(model, {name: new_of(old)}), blocks)
         if numbers[name] is None and spans(model, twin_of(model, {name: old})):
             return None  # it stands for another width
         for block in blocks:
-            if all(pool.span.old != old for pool in pools.get(block, ())):
+            if all(group.span.old != old for group in groups.get(block, ())):
                 raise ValueError(f"block {block!r} does not depend on it")
         return new_of(old)
 
-    candidates = ((name, old) for name, own in numbers.items() for old in (columns if own is None else {own} & columns))
+    candidates = ((name, old) for name, size in numbers.items() for old in columns if size in (None, old))
     problem = f"this {type(model).__name__} has no width that all of its MLPs share"
     return _first(candidates, fits, problem, "no number in its config is one (such as 4 x hidden_size, always)")
 
@@ -295,52 +294,55 @@ def find_width(model: PreTrainedModel, blocks: Blocks, new_of: Callable[[int], i
 
 
 @dataclass(frozen=True)
-class ExpertPool:
+class ExpertGroup:
     """The experts of a mixture in a block: slices of the experts' own tensors, and of the router's.
 
-    taker: the layer of their last matrices. old, new: how many there are in the model, and in the twin. groups: the
-    router chooses among groups of experts that follow each other, of each of which as many stay. protected: experts
-    that do, whatever their scores.
+    consumer: the layer of their last matrices. span: the experts in it. spans: in all tensors. groups: the router
+    chooses among groups of experts that follow each other, of each of which as many stay. protected: experts that do,
+    whatever their scores.
     """
 
-    taker: Layer
-    old: int
-    new: int
+    consumer: Layer
+    span: Span
     spans: tuple[Span, ...]
     groups: int = 1
     protected: tuple[int, ...] = ()
 
     def cuts(self, stay: Tensor) -> dict[tuple[str, int], Tensor]:
-        """What `cut` and `select` take, for the experts ``stay``. What follows the experts (a shared one, one without
-        weights) is left as it is."""
-        return {(span.name, span.dim): torch.cat([stay, torch.arange(self.old, span.old)]) for span in self.spans}
+        """What `resize_module` and `select` take, for the experts ``stay``. What follows the experts (a shared one, one
+        without weights) is left as it is."""
+        return {(span.name, span.dim): torch.cat([stay, torch.arange(self.span.old, span.old)]) for span in self.spans}
+
+    def per_group(self, experts: Iterable[int]) -> list[int]:
+        """How many of these experts are in each group that holds any."""
+        return [*Counter(expert // (self.span.old // self.groups) for expert in experts).values()]
 
 
-def expert_pools_in(model: nn.Module, twin: nn.Module, blocks: Blocks, groups: int = 1) -> dict[str, list[ExpertPool]]:
+def experts_in(model: nn.Module, twin: nn.Module, blocks: Blocks, groups: int = 1) -> dict[str, list[ExpertGroup]]:
     """Block -> its mixtures, of whose experts the twin has fewer. Raises ValueError if anything else differs, or
     nothing."""
-    return _by_block(model, twin, blocks, partial(_expert_pools, groups=groups), "experts")
+    return _by_block(model, twin, blocks, partial(_expert_groups, groups=groups), "experts")
 
 
-def _expert_pools(block: nn.Module, twin: nn.Module, layers: Sequence[Layer], groups: int) -> list[ExpertPool]:
+def _expert_groups(block: nn.Module, twin: nn.Module, layers: Sequence[Layer], groups: int) -> list[ExpertGroup]:
     paths = {module: path for path, module in block.named_modules()}
-    takers = {full_name(paths[layer.owner], layer.param): layer for layer in layers if layer.adapter in LAST}
-    of_taker: dict[str, list[Span]] = {name: [] for name in takers}
+    consumers = {full_name(paths[layer.owner], layer.param): layer for layer in layers if layer.adapter in LAST}
+    by_consumer: dict[str, list[Span]] = {name: [] for name in consumers}
     for span in spans(block, twin):
-        near = max(takers, key=lambda name: _common(name, span.name), default=None)
+        near = max(consumers, key=lambda name: _common(name, span.name), default=None)
         if near is None:
             raise ValueError(f"it is a size of {span.name!r}, and the block has no fused experts")
-        of_taker[near].append(span)
-    pools = []
-    for name, of_mixture in of_taker.items():
-        own = next((span for span in of_mixture if span.name == name and span.dim == 0), None)
+        by_consumer[near].append(span)
+    mixtures = []
+    for name, of_mixture in by_consumer.items():
+        last = next((span for span in of_mixture if span.name == name and span.dim == 0), None)
         routed = [span for span in of_mixture if not span.name.startswith(name.rpartition(".")[0] + ".")]
-        if own is None or not routed:
+        if last is None or not routed:
             raise ValueError(f"it is not the number of experts of {name!r} that a router chooses among")
-        if odd := [span.name for span in of_mixture if span.old - span.new != own.old - own.new]:
+        if odd := [span.name for span in of_mixture if span.old - span.new != last.old - last.new]:
             raise ValueError(f"{odd[0]!r} would lose another number than the experts")
-        pools.append(ExpertPool(takers[name], own.old, own.new, tuple(of_mixture), groups))
-    return pools
+        mixtures.append(ExpertGroup(consumers[name], last, tuple(of_mixture), groups))
+    return mixtures
 
 
 def find_experts(model: PreTrainedModel, blocks: Blocks, new_of: Callable[[int], int]) -> tuple[str, int, int]:
@@ -348,20 +350,20 @@ def find_experts(model: PreTrainedModel, blocks: Blocks, new_of: Callable[[int],
 
     Raises ValueError, with the reasons, if no number is that of all mixtures, and what ``new_of`` raises.
     """
-    takers = [layer for _, layers in blocks.values() for layer in layers if layer.adapter in LAST]
-    counts = {len(layer.parameter) for layer in takers}
+    consumers = [layer for _, layers in blocks.values() for layer in layers if layer.adapter in LAST]
+    counts = {len(layer.parameter) for layer in consumers}
     new = {old: new_of(old) for old in counts - {1}}
 
     def fits(name: str, old: int) -> int | None:
         twin = twin_of(model, {name: new[old]})
-        left = [tensors_of(twin).get(layer.parameter_name) for layer in takers]
-        if all(x is not None and len(x) == len(layer.parameter) for x, layer in zip(left, takers)):
+        left = [tensors_of(twin).get(layer.parameter_name) for layer in consumers]
+        if all(x is not None and len(x) == len(layer.parameter) for x, layer in zip(left, consumers)):
             return None  # a number of something else
         if any(x is None for x in left):
             raise ValueError(f"with {new[old]} the class builds no mixture: keep more")
-        pools = expert_pools_in(model, twin, blocks)
-        if others := counts - {pool.old for of_block in pools.values() for pool in of_block}:
-            raise ValueError(f"other mixtures have {min(others)} experts")
+        mixtures = experts_in(model, twin, blocks)
+        if different := counts - {group.span.old for of_block in mixtures.values() for group in of_block}:
+            raise ValueError(f"other mixtures have {min(different)} experts")
         return new[old]
 
     candidates = [(name, old) for name, old in numbers_in(model.config).items() if old is not None and old in new]
@@ -373,64 +375,65 @@ def find_experts(model: PreTrainedModel, blocks: Blocks, new_of: Callable[[int],
 
 
 @dataclass(frozen=True)
-class Depth:
-    """The number of blocks of a ``stack``, and the ``name`` that it has in the config."""
+class BlockCount:
+    """How many ``blocks`` there are in a ``stack``, both by module path, and the ``name`` of that number in the config.
+    In a model, ``stay`` are the places of those that do."""
 
-    model: PreTrainedModel
-    stack: Stack
+    stack: str
+    blocks: tuple[str, ...]
     name: str
 
     @classmethod
-    def find(cls, model: PreTrainedModel, stack: Stack, asked: str | None = None) -> "Depth":
-        """``asked``: its name. Raises ValueError, with the reasons, if no number in the config is the blocks'."""
-        count, numbers = len(stack.blocks), numbers_in(model.config)
-        candidates = [(name, count) for name in numbers if numbers[name] == count > 1 and asked in (None, name)]
+    def find(cls, model: PreTrainedModel, stack: Stack, name: str | None = None) -> "BlockCount":
+        """``name``: the only one that is tried. Raises ValueError, with the reasons, if no number is the blocks'."""
+        count = len(stack.blocks)
+        named = [key for key, size in numbers_in(model.config).items() if size == count > 1 and name in (None, key)]
         problem = f"the blocks in {stack.name!r} of this {type(model).__name__} cannot be fewer"
         otherwise = f"no number in its config is {count}, and changes it"
 
-        def fits(name: str, _: int) -> int:
-            return len(cls(model, stack, name).any_without(1))
+        def fits(key: str, _: int) -> int:
+            return len(cls(stack.name, stack.names, key).any_without(1, model))
 
-        return cls(model, stack, _first(candidates, fits, problem, otherwise)[0])
+        return cls(stack.name, stack.names, _first([(key, count) for key in named], fits, problem, otherwise)[0])
 
-    def any_without(self, gone: int) -> list[int]:
+    def any_without(self, gone: int, model: PreTrainedModel) -> list[int]:
         """Places that stay when ``gone`` blocks in a row go, the last ones that can. Raises ValueError if none can."""
-        count, reasons = len(self.stack.blocks), []
+        count, reasons = len(self.blocks), []
         for end in range(count, gone - 1, -1):
             stay = [place for place in range(count) if not end - gone <= place < end]
             try:
-                self.check(stay)
+                self.check(stay, model)
             except ValueError as error:
                 reasons.append(str(error))
             else:
                 return stay
         raise ValueError("; ".join(dict.fromkeys(reasons)))
 
-    def changes(self, stay: Sequence[int]) -> Changes:
+    def changes(self, stay: Sequence[int], config: PreTrainedConfig) -> Changes:
         """In the config: the number, and every list of what lies beside it that says something of each block."""
         path, _, _ = self.name.rpartition(".")
         changes: Changes = {self.name: len(stay)}
-        for name, value in vars(dict(_parts(self.model.config))[path]).items():
+        for name, value in vars(dict(_parts(config))[path]).items():
             if isinstance(value, (list, tuple)) and any(part in name for part in PER_BLOCK) and value:
-                if len(value) == len(self.stack.blocks):
+                if len(value) == len(self.blocks):
                     changes[full_name(path, name)] = [value[place] for place in stay]
-                elif all(type(each) is int and 0 <= each < len(self.stack.blocks) for each in value):
-                    changes[full_name(path, name)] = [stay.index(each) for each in value if each in stay]
+                elif all(type(place) is int and 0 <= place < len(self.blocks) for place in value):
+                    changes[full_name(path, name)] = [stay.index(place) for place in value if place in stay]
         return changes
 
-    def check(self, stay: Sequence[int]) -> None:
+    def check(self, stay: Sequence[int], model: PreTrainedModel) -> None:
         """Raise ValueError if the model without the other blocks is not built as its twin is."""
-        twin, left = twin_of(self.model, self.changes(stay)), clone(self.model)
+        twin, left = twin_of(model, self.changes(stay, model.config)), clone(model)
         self.drop(left, stay)
-        own, other = ({name: type(part) for name, part in each.named_modules()} for each in (left, twin))
-        if different := sorted(name for name, _ in own.items() ^ other.items()):
+        kinds, twin_kinds = ({name: type(part) for name, part in m.named_modules()} for m in (left, twin))
+        if different := sorted(name for name, _ in kinds.items() ^ twin_kinds.items()):
             raise ValueError(f"{different[0]!r} would be of another kind at its new place")
         if sizes := spans(left, twin):
             raise ValueError(f"{sizes[0].name!r} would have another size")
 
     def drop(self, model: nn.Module, stay: Sequence[int]) -> None:
         """Take the other blocks out of a model."""
-        blocks: Any = model.get_submodule(self.stack.name)
+        blocks: Any = model.get_submodule(self.stack)
         for place in range(len(blocks) - 1, -1, -1):
             if place not in stay:
                 del blocks[place]

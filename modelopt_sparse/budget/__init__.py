@@ -1,0 +1,1 @@
+"""Where zeros go: the choice for each layer that loses least within a budget."""

@@ -1,0 +1,202 @@
+"""What layers lose with each of their choices.
+
+A small change d of a layer's output moves the predictions by d^T E[g g^T] d / 2 nats, with g the gradient of -log p(y)
+by the output, labels y drawn from the predictions; squared errors likewise (accuracy/fisher.py). Outputs taken as
+uncorrelated, a layer loses half the sum over its outputs of E[g_r^2] times the mean squared error of output r in
+SparseGPT's solution, on inputs of the dense model. Losses of layers are added up.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from modelopt_sparse.accuracy.fisher import WEIGHED, Gradients, gradients_of, users_first, wants_metrics, with_metrics
+from modelopt_sparse.accuracy.tuning import BatchNumbers, called_with
+from modelopt_sparse.budget.costs import ChoiceCosts, Chosen, Losses
+from modelopt_sparse.calibration.blocks import blocks_in_call_order
+from modelopt_sparse.calibration.dense import run_dense
+from modelopt_sparse.calibration.forward import CalibrationData
+from modelopt_sparse.calibration.inputs import collect
+from modelopt_sparse.calibration.run import Run
+from modelopt_sparse.calibration.sums import BY_SIZE, FEWER, DeferredStats, SharedInput, part_of
+from modelopt_sparse.distributed import Processes
+from modelopt_sparse.methods import METHODS
+from modelopt_sparse.methods.base import Stats
+from modelopt_sparse.methods.patterns import NM, Pattern, Unstructured
+from modelopt_sparse.model.devices import offloaded
+from modelopt_sparse.plan.budget import DENSE, parse_choice
+from modelopt_sparse.plan.options import OF_OUTPUT
+from modelopt_sparse.plan.plan import LayerPlan
+from modelopt_sparse.reports.report import Report
+from modelopt_sparse.reports.text import Progress
+from modelopt_sparse.solving.solve import solve_layers
+
+# solutions that are only tried ----------------------------------------------------------------------------------------
+
+
+SOLVER = METHODS["sparsegpt"]
+SOLVED = 3  # levels of a layer
+
+
+def solutions(
+    data: CalibrationData, wanted: Mapping[str, Sequence[Pattern]]
+) -> Iterator[tuple[LayerPlan, Stats | DeferredStats | None, Tensor]]:
+    """SparseGPT's solution of each layer for each of the patterns that are ``wanted`` of it, on the first rows of the
+    user's data in the dense model, which stays as it is: (plan of the pattern, whose name ends with it, statistics,
+    weight as a matrix)."""
+    data = data.only(users_first(data, WEIGHED))
+    more: dict[str, Any] = {"method": SOLVER, "options": SOLVER.options, "needs": "gram", "steps": ()}
+    plan = replace(data.run.plan, layers=tuple(replace(layer, **more) for layer in data.run.plan.layers))
+    untuned = {"reconstruct": None, "distill": None, "permute": False, "polish": 0}
+    config = replace(data.run.config, **untuned, sequential="none", progress=False)
+    # the run itself notes what there is to say of inputs; with these notes nothing is warned of twice
+    run = replace(data.run, plan=plan, config=config, report=Report(notes=[FEWER, BY_SIZE]))
+    for block in blocks_in_call_order(run, replace(data, run=run)):
+        inputs = block.inputs()
+        with inputs.on_device():
+            if not block.layer_plans:
+                inputs.advance()
+                continue
+            shared_inputs = collect(block.layer_plans, inputs, run, one_pass=block.one_pass)
+            if block.block is not None:
+                run.storage.load(block.block)
+            for shared in shared_inputs:
+                pairs = [(each, pattern) for each in shared.layer_plans for pattern in wanted[each.name]]
+                tried = [replace(each, name=f"{each.name} at {pattern}", pattern=pattern) for each, pattern in pairs]
+                for solved in solve_layers([SharedInput(tried, shared.stats)], run):
+                    yield solved.layer_plan, shared.stats, solved.solution.weight
+
+
+# losses ---------------------------------------------------------------------------------------------------------------
+
+
+def losses_of(data: CalibrationData, gradients: Gradients) -> Losses:
+    """The loss of each layer with each of its choices."""
+    run = data.run
+    for layer_plan in run.plan.layers:
+        if not torch.isfinite(gradients.rows[layer_plan.name]).all():
+            raise ValueError(f"layer {layer_plan.name!r}: its gradients hold NaN or inf: run in float32, or exclude it")
+    wanted = {each.name: _solved_choices(each) for each in run.plan.layers}
+    losses: Losses = {each.name: {None: 0.0} for each in run.plan.layers}
+    with Progress("weigh the choices", "choice", sum(map(len, wanted.values())), show=run.config.progress) as bar:
+        for layer_plan, stats, weight in solutions(data, wanted):
+            loss = 0.0 if stats is None else _loss(layer_plan, stats, weight, gradients, run.processes)
+            losses[layer_plan.layer.name][layer_plan.pattern] = float(f"{loss:.9g}")
+            bar.update()
+    return run.processes.all_gather("the losses of choices", losses)[0]
+
+
+def _solved_choices(layer_plan: LayerPlan) -> list[Pattern]:
+    """Of many levels the lowest, the middle and the highest are solved; the losses of others follow from theirs."""
+    levels = sorted((p for p in layer_plan.choices if isinstance(p, Unstructured)), key=lambda p: p.sparsity)
+    levels = [levels[0], levels[len(levels) // 2], levels[-1]] if len(levels) > SOLVED else levels
+    return [*levels, *(p for p in layer_plan.choices if isinstance(p, NM))]
+
+
+def _loss(
+    layer_plan: LayerPlan, stats: Stats | DeferredStats, weight: Tensor, gradients: Gradients, processes: Processes
+) -> float:
+    """Half the sum over rows of E[g_r^2] times the mean squared error. ``gradients`` have the former times the mean
+    square of the input, which meets errors relative to that. Of rows that are held the first process has all."""
+    layer, total, step = layer_plan.layer, 0.0, layer_plan.at_once or layer_plan.matrices
+    dense, rows = layer.matrix(layer.values), gradients.rows[layer.name]
+    for start in range(0, layer_plan.matrices if layer_plan.routed else 1, step):
+        experts = range(start, min(start + step, layer_plan.matrices))
+        where = slice(experts.start, experts.stop) if layer_plan.routed else slice(None)
+        held = stats.sent_to(0, experts, processes) if isinstance(stats, DeferredStats) else stats
+        part = part_of(held, experts) if layer_plan.routed else held
+        assert isinstance(part, Stats)
+        assert part.gram is not None
+        error = (dense[where].to(weight.device) - weight[where]).to(part.gram.dtype)
+        errors = ((error @ part.gram) * error).sum(-1).double().cpu()
+        size = part.square_sums.double().sum(-1, keepdim=True).cpu().clamp_min(1e-300)
+        total += float((errors / size * rows[where]).sum())
+    return total / 2 / gradients.tokens
+
+
+# divergence -----------------------------------------------------------------------------------------------------------
+
+
+def divergences(data: CalibrationData, plans: Sequence[Chosen]) -> list[float]:
+    """How far the output of each plan is from the dense one on the batches held back, of all processes, before any
+    repair, with solutions of dense inputs."""
+    run, weights = data.run, {}
+    wanted = {name: [*dict.fromkeys(p for plan in plans if (p := plan[name]))] for name in plans[0]}
+    for layer_plan, _, weight in solutions(data, wanted):
+        layer = layer_plan.layer
+        held = layer.unmatrix(weight).to(layer.values.device, layer.values.dtype)
+        weights[layer.name, layer_plan.pattern] = run.storage.hold_weights(held)
+    batches = BatchNumbers.of_calls(data)
+
+    @cache
+    def measured(call: int) -> list[list[float]]:
+        """Of each plan."""
+        dense, sums = data.counted(*data.output_of(call)), []
+        for plan in plans:
+            pruned = [x for x in run.plan.layers if plan[x.name]]
+            with called_with({x.layer: partial(weights.__getitem__, (x.name, plan[x.name])) for x in pruned}):
+                sums.append(dense.sums(data.counted(*data.output_of(call))))
+        return sums
+
+    return [batches.judged(lambda call, i=i: measured(call)[i]) for i in range(len(plans))]
+
+
+# all losses -----------------------------------------------------------------------------------------------------------
+
+
+class NoLosses(ValueError):
+    """What layers lose cannot be measured."""
+
+
+def tabled(data: CalibrationData) -> tuple[CalibrationData, ChoiceCosts]:
+    """The losses of all choices, measured, or read from the file that ``losses`` names; and the data, which knows the
+    metrics that come from the same gradients."""
+    run, file = data.run, data.run.config.losses
+    if data.calls is None:
+        raise NoLosses("a forward_loop calls the model in its own way")
+    if any(each.within_mask for each in run.plan.layers):
+        raise NoLosses("layers carry masks, whose zeros stay")
+    if offloaded(run.model, [run.model]) is not None:
+        raise NoLosses("accelerate offloads weights, which leave no gradients then")
+    if file is not None and file.exists():
+        losses = _read(file, run)
+    else:
+        blocks = run.plan.blocks if wants_metrics(run.config) else []
+        gradients = gradients_of(data, blocks, [each.layer for each in run.plan.layers])
+        if gradients is None:
+            raise NoLosses("no gradient of the output reaches the layers: give output= that depends on them, or rules")
+        data, losses = with_metrics(data, gradients), losses_of(data, gradients)
+        if file is not None and run.processes.rank == 0:
+            shapes = {each.name: list(each.shape) for each in run.plan.layers}
+            written = {name: {str(choice or DENSE): x for choice, x in of.items()} for name, of in losses.items()}
+            facts = {"shapes": shapes, **run.config.counts(), "losses": written}
+            file.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    return data, ChoiceCosts(run.plan, losses, run.config, (data.dense or run_dense(data).dense).rows.of)
+
+
+def _read(file: Path, run: Run) -> Losses:
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+        shapes = value["shapes"]
+        losses = {name: {parse_choice(text): x for text, x in of.items()} for name, of in value["losses"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"losses={str(file)!r} is no file of losses ({error!r}): give another path") from None
+    before, now = {name: value[name] for name in OF_OUTPUT if name in value}, run.config.counts()
+    if before != now:
+        problem = f"was measured with {before or 'no output= and divergence='}, this run is with {now or 'neither'}"
+        raise ValueError(f"losses={str(file)!r} {problem}: give a new path")
+    for each in run.plan.layers:
+        known = losses.get(each.name, {None: 0.0})
+        levels = any(isinstance(choice, Unstructured) for choice in known)  # those of others follow
+        unknown = [choice for choice in each.choices if choice not in known]
+        missing = [str(choice) for choice in unknown if not (levels and isinstance(choice, Unstructured))]
+        if shapes.get(each.name) != list(each.shape) or missing:
+            problem = f"no losses of layer {each.name!r} {list(each.shape)} at {', '.join(missing) or 'this shape'}"
+            raise ValueError(f"losses={str(file)!r} has {problem}: give that of this model and choices, or a new path")
+    return losses

@@ -1,0 +1,1 @@
+"""Fewer MLP channels, blocks and experts: a smaller plain model."""

@@ -1,0 +1,270 @@
+"""What is cut of a model: which channels, experts and blocks stay; and the model without the others, in calls and for
+good."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from modelopt_sparse.accuracy.tuning import called_with
+from modelopt_sparse.calibration.forward import CalibrationData
+from modelopt_sparse.methods.scores import Magnitude
+from modelopt_sparse.model.devices import flat_tensors, forward_replaced
+from modelopt_sparse.plan.plan import Plan
+from modelopt_sparse.plan.planner import plan_for
+from modelopt_sparse.shrinking.resize import ChannelGroup, ExpertGroup, clone, resize_module, select, write_aliases
+from modelopt_sparse.shrinking.sizes import TargetSizes
+
+# what rounding may change: of channels as a share of what zeros in their place change, of experts in another order as a
+# share of what matrices of other experts change
+SAME = 0.1
+CHANGED = "the model computes something else with"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The channels of a layer, or the experts of a mixture, that ``stay``, ascending, and the score of each that there
+    was; without scores they were given.
+
+    values: of the layer that takes the channels, or of the experts' last matrices, for those that stay, shaped like the
+    parameter; None: those that they have. errors: of the output as it is then, and with these values. tokens: how many
+    each expert got. gates_gone: the share of all gates that lay on the experts that go.
+    """
+
+    group: ChannelGroup | ExpertGroup
+    stay: Tensor
+    scores: Tensor = field(default_factory=lambda: torch.zeros(0))
+    values: Tensor | None = None
+    errors: tuple[float, ...] = ()
+    tokens: Tensor | None = None
+    gates_gone: float = 0.0
+
+    def with_zeros(self, *, refitted: bool) -> Tensor:
+        """The layer's values, with zeros for the channels that go; ``refitted``: with the new values for the others."""
+        old, dim = self.group.consumer.values, self.group.span.dim
+        stay = self.stay.to(old.device)
+        new = self.values if refitted else None
+        values = old.index_select(dim, stay) if new is None else new.to(old.device)
+        return torch.zeros_like(old).index_copy(dim, stay, values)
+
+
+def cut_block(block: nn.Module, twin: nn.Module, choices: Iterable[Choice], *, values: bool = True) -> None:
+    """Cut a block in place to the size of its twin; ``values``: with better ones. One that has been cut stays so."""
+    cuts: dict[tuple[str, int], Tensor] = {}
+    whole: list[tuple[str, Tensor]] = []
+    for choice in choices:
+        span = choice.group.span
+        cuts |= choice.group.cuts(choice.stay)
+        if values and choice.values is not None and block.get_parameter(span.name).shape[span.dim] == span.old:
+            whole.append((span.name, choice.values))
+    if cuts:
+        resize_module(block, twin, cuts)
+    for name, new in whole:
+        block.get_parameter(name).data.copy_(new)
+
+
+# other forwards -------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def forwards_replaced(model: nn.Module, names: Iterable[str], replacement: Callable[..., Any]) -> Iterator[None]:
+    """While entered, the forward of each of these blocks is ``replacement(name, forward, *args, **kwargs)``."""
+    with ExitStack() as ending:
+        for name in names:
+            ending.enter_context(forward_replaced(model.get_submodule(name), partial(replacement, name)))
+        yield
+
+
+def skipped(model: nn.Module, names: Iterable[str]) -> AbstractContextManager[None]:
+    """While entered, these blocks put out what they are called with, wherever else they are called."""
+
+    def skip(_: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        output, hidden = forward(*args, **kwargs), flat_tensors((args, kwargs))[0]
+        return hidden if isinstance(output, Tensor) else (hidden, *output[1:])
+
+    return forwards_replaced(model, names, skip)
+
+
+def changed_in_calls(
+    model: nn.Module, names: Iterable[str], change: Callable[[nn.Module, str], None]
+) -> AbstractContextManager[None]:
+    """While entered, a block of these ``names`` that is called runs as another, which ``change`` makes of a copy of it,
+    and which ends with the call."""
+
+    def call(name: str, _: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        changed = clone(model.get_submodule(name), hooks=False)
+        vars(changed).pop("forward")
+        change(changed, name)
+        return changed.forward(*args, **kwargs)
+
+    return forwards_replaced(model, names, call)
+
+
+def first_output(data: CalibrationData) -> Tensor:
+    """The first tensor that the model puts out in the first call of this process, without NaN and inf."""
+    return torch.nan_to_num(flat_tensors(data.output_of(0)[0])[0].float(), posinf=0, neginf=0)
+
+
+# the cut --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Cutting:
+    """What is cut of a model. All by block, but ``stay``: the places of the blocks that do, once they are chosen.
+
+    narrow: the model's twin with fewer channels or experts, and all blocks. groups: channels that go together, or
+    mixtures of experts. choices: which of them stay.
+    """
+
+    sizes: TargetSizes
+    narrow: PreTrainedModel
+    groups: Mapping[str, Sequence[Any]]
+    choices: Mapping[str, Sequence[Choice]] = field(default_factory=dict)
+    stay: Sequence[int] | None = None
+
+    @classmethod
+    def tried(cls, data: CalibrationData, sizes: TargetSizes) -> "Cutting":
+        """Try with some channels, or experts, how tensors are cut. Raises ValueError if the model computes something
+        else then."""
+        model: Any = data.run.model
+        cutting = cls(sizes, sizes.narrow(model), sizes.groups_in(model, data.run.plan))
+        if sizes.experts:
+            cutting.try_experts(data)
+            return cutting
+        for interleaved in (False, True):
+            groups = {name: [replace(x, interleaved=interleaved) for x in xs] for name, xs in cutting.groups.items()}
+            some = {name: [*map(random_channels, xs)] for name, xs in groups.items()}
+            if not groups or not replace(cutting, choices=some).differs(data):
+                return replace(cutting, groups=groups)
+        raise ValueError(f"{CHANGED} fewer channels than with zeros: MLPs cannot be cut")
+
+    def try_experts(self, data: CalibrationData) -> None:
+        """Raise ValueError if the model computes something else with the same experts in another order, as experts are
+        no equals then, or if it cannot be called with fewer."""
+        model: Any = data.run.model
+        fewer = {name: [*map(first_experts, mixtures)] for name, mixtures in self.groups.items()}
+
+        def reordered(order: Callable[[ExpertGroup], Mapping[tuple[str, int], Tensor]]) -> Tensor:
+            def change(block: nn.Module, name: str) -> None:
+                for mixture in self.groups[name]:
+                    select(block, order(mixture))
+
+            with changed_in_calls(model, self.groups, change):
+                return first_output(data)
+
+        differs = False
+        if data.calls:
+            dense = first_output(data)
+            try:
+                with replace(self, choices=fewer).in_calls(model):
+                    data.output_of(0)
+            except (RuntimeError, IndexError) as error:
+                raise ValueError(f"this {type(model).__name__} cannot be called with fewer experts: {error}") from error
+            # not of what fewer experts change, which is as little as rounding in bfloat16 where one of many goes
+            changed, wrong = (reordered(order) - dense for order in (permute_experts, swap_outputs_only))
+            differs = not float(changed.norm()) <= SAME * float(wrong.norm())
+        if any(data.run.processes.all_gather("how the model is cut", differs)):
+            raise ValueError(f"{CHANGED} its experts in another order: none of them can go")
+
+    def with_blocks(self, data: CalibrationData, stay: Sequence[int]) -> "Cutting":
+        """With these blocks alone. Raises ValueError if the model computes something else then."""
+        cutting = replace(self, stay=stay)
+        without_groups = replace(self.sizes, width={}, experts={})
+        if replace(cutting, sizes=without_groups, groups={}).differs(data):
+            what = f"{CHANGED} the blocks {[*stay]} alone than with the others skipped"
+            raise ValueError(f"{what}: blocks know their places, or read from others")
+        groups = {name: of_block for name, of_block in self.groups.items() if name not in cutting.gone}
+        return replace(cutting, groups=groups)
+
+    @property
+    def gone(self) -> list[str]:
+        """The blocks that go."""
+        blocks = () if self.stay is None or self.sizes.depth is None else self.sizes.depth.blocks
+        return [name for place, name in enumerate(blocks) if place not in (self.stay or ())]
+
+    def names(self, plan: Plan) -> dict[str, str]:
+        """Block that stays -> its name in the smaller model."""
+        staying = [([name for name in stack.names if name not in self.gone], stack.names) for stack in plan.stacks]
+        return {old: new for names in staying for old, new in zip(*names)}
+
+    @property
+    def chosen(self) -> list[Choice]:
+        return [choice for of_block in self.choices.values() for choice in of_block]
+
+    def differs(self, data: CalibrationData) -> bool:
+        """Whether the model with fewer channels, or else with fewer blocks, puts out something else in the first call
+        than this one with zeros for what goes."""
+        differs, model = False, data.run.model
+        if data.calls:
+            dense = first_output(data)
+            if self.choices:
+                with self.in_calls(model):
+                    narrow = first_output(data)
+            else:
+                small = self.cut_clone(model)
+                run = replace(data.run, model=small, plan=plan_for(small, Magnitude(), data.run.config))
+                narrow = first_output(replace(data, run=run))
+            with skipped(model, self.gone), self.tried_in(model):
+                wanted = first_output(data)
+            differs = not float((narrow - wanted).norm()) <= SAME * float((wanted - dense).norm())
+        return any(data.run.processes.all_gather("how the model is cut", differs))
+
+    def tried_in(self, model: nn.Module, *, values: bool = False) -> AbstractContextManager[None]:
+        """While entered, the model runs with zeros for the channels that go, or without the experts that do."""
+        if self.sizes.experts:
+            return self.in_calls(model, values=values)
+        return called_with({each.group.consumer: partial(each.with_zeros, refitted=values) for each in self.chosen})
+
+    def in_calls(self, model: nn.Module, *, values: bool = False) -> AbstractContextManager[None]:
+        """While entered, a block that is called runs as one with fewer channels or experts."""
+        return changed_in_calls(model, self.choices, partial(self.block, values=values))
+
+    def block(self, block: nn.Module, name: str, *, values: bool = True) -> None:
+        """Cut a block in place; ``values``: with better ones."""
+        cut_block(block, self.narrow.get_submodule(name), self.choices.get(name, ()), values=values)
+
+    def everything(self, model: Any, *, values: bool = True) -> None:
+        """Cut what is not cut yet, which needs no data, and write the config."""
+        twin = self.sizes.narrow(model, self.stay)
+        for name in sorted(self.choices):
+            self.block(model.get_submodule(name), name, values=values)
+        if self.sizes.depth is not None and self.stay is not None:
+            self.sizes.depth.drop(model, self.stay)
+        resize_module(model, twin, {})
+        for name in self.sizes.experts:
+            write_aliases(model.config, name)
+
+    def cut_clone(self, model: Any) -> Any:
+        """A smaller model beside this one, with the values that it has."""
+        small = clone(model)
+        self.everything(small, values=False)
+        return small
+
+
+# what is tried --------------------------------------------------------------------------------------------------------
+
+
+def random_channels(group: ChannelGroup) -> Choice:
+    stay = torch.randperm(group.span.old, generator=torch.Generator().manual_seed(0))[: group.span.new]
+    return Choice(group, stay.sort().values)
+
+
+def first_experts(mixture: ExpertGroup) -> Choice:
+    """As many experts as will stay, the first of each group."""
+    in_groups = torch.arange(mixture.span.old).view(mixture.groups, -1)
+    return Choice(mixture, in_groups[:, : mixture.span.new // mixture.groups].flatten())
+
+
+def permute_experts(mixture: ExpertGroup) -> dict[tuple[str, int], Tensor]:
+    """Indices that permute experts within each group. What the mixture puts out must not change."""
+    return mixture.cuts(torch.arange(mixture.span.old).view(mixture.groups, -1).roll(1, 1).flatten())
+
+
+def swap_outputs_only(mixture: ExpertGroup) -> dict[tuple[str, int], Tensor]:
+    """The same indices, for the last matrices alone: each expert gets those of another one."""
+    return {key: order for key, order in permute_experts(mixture).items() if key[0] == mixture.span.name}

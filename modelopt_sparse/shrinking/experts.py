@@ -1,0 +1,215 @@
+"""Which experts of a mixture go, by sums over the tokens that the router sends to each.
+
+Shape letters: R rows, T tokens, k experts chosen for each, E experts.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from modelopt_sparse.accuracy.tuning import BatchNumbers
+from modelopt_sparse.calibration.blocks import BlockTask
+from modelopt_sparse.calibration.calls import Inputs
+from modelopt_sparse.calibration.forward import CalibrationData, NumberedCall
+from modelopt_sparse.calibration.run import Run
+from modelopt_sparse.calibration.sums import without_data
+from modelopt_sparse.model.adapters import real_rows
+from modelopt_sparse.model.layers import Layer
+from modelopt_sparse.shrinking.cutting import Choice, changed_in_calls, cut_block
+from modelopt_sparse.shrinking.importance import Criterion, by_block
+from modelopt_sparse.shrinking.least_squares import RoutedCall, largest, refit_experts
+from modelopt_sparse.shrinking.resize import ExpertGroup
+
+TOKENS = 1024  # whose outputs are multiplied with each other at a time
+
+
+@dataclass
+class ExpertSums:
+    """Of a mixture: sums over real tokens, with the gates that the model applies, in float64.
+
+    tokens, gates, gated_norms: ``[E]``, of each expert over the tokens that are routed to it: how many, and the sums of
+    its gate g, and of g times the norm of what it puts out f. Where gates scale what experts get (Llama 4), f is what
+    comes of it, and is not multiplied by g again.
+    products: ``[E, E]``, the sums of the inner products of g f of two experts that the same token is routed to.
+    """
+
+    tokens: Tensor
+    gates: Tensor
+    gated_norms: Tensor
+    products: Tensor
+
+    @classmethod
+    def of(cls, experts: int) -> "ExpertSums":
+        tokens, gates, gated_norms, *products = torch.zeros(3 + experts, experts, dtype=torch.float64)
+        return cls(tokens, gates, gated_norms, torch.stack(products))
+
+    def add(self, outputs_TkR: Tensor, index_Tk: Tensor, gates_Tk: Tensor, *, inside: bool = False) -> None:
+        """Add some tokens; ``inside``: gates have scaled what the experts get. An index of E or more: an expert without
+        weights, which is left out."""
+        known_Tk = index_Tk < len(self.tokens)
+        index = index_Tk.where(known_Tk, 0).cpu()
+        counted_Tk = known_Tk.double()
+        factors_Tk = counted_Tk if inside else gates_Tk * counted_Tk
+        for total, values in (
+            (self.tokens, counted_Tk),
+            (self.gates, gates_Tk * counted_Tk),
+            (self.gated_norms, outputs_TkR.norm(dim=-1) * factors_Tk),
+        ):
+            total.index_add_(0, index.flatten(), values.double().flatten().cpu())
+        for part in range(0, len(index), TOKENS):
+            at = slice(part, part + TOKENS)
+            gated = outputs_TkR[at] * factors_Tk[at, ..., None].to(outputs_TkR.dtype)
+            pairs = index[at, :, None] * len(self.tokens) + index[at, None, :]
+            inner = (gated @ gated.mT).double().cpu()
+            self.products.view(-1).index_add_(0, pairs.flatten(), inner.flatten())
+
+    def scores(self, criterion: str) -> Tensor:
+        """The importance of each expert, larger = keep, ``[E]``.
+
+        "reap": the mean of gate times norm (Lasby et al. 2025, REAP, arXiv 2510.13999). "reap_sum": their sum.
+        "frequency": its tokens. Experts that no token reached have 0.
+        """
+        mean = self.gated_norms / self.tokens.clamp_min(1)
+        return {"reap": mean, "reap_sum": self.gated_norms, "frequency": self.tokens}[criterion]
+
+    def kept_by(self, criterion: str, groups: int, count: int, protected: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
+        """(the ``count`` experts that stay, as many in each of ``groups``, ascending; a score for each)."""
+        scores = self.scores(criterion)
+        in_groups = scores.index_fill(0, torch.tensor(protected, dtype=torch.long), torch.inf).view(groups, -1)
+        stay = [largest(of_group, count // groups) for of_group in in_groups]
+        return torch.cat([experts + group * in_groups.shape[1] for group, experts in enumerate(stay)]), scores
+
+    def error_without(self, stay: Tensor) -> float:
+        """The relative squared error of the mixture's output without the other experts, where tokens that were routed
+        to these get nothing in their place."""
+        gone = torch.ones(len(self.tokens), dtype=torch.bool)
+        gone[stay] = False
+        return float(self.products[gone][:, gone].sum() / self.products.sum().clamp_min(1e-300))
+
+    def choice(self, mixture: ExpertGroup, criterion: Criterion) -> Choice:
+        """The experts that stay, with their facts."""
+        fixed = criterion.fixed.get(mixture.consumer.name)
+        if fixed is None:
+            stay, scores = self.kept_by(criterion.name, mixture.groups, mixture.span.new, mixture.protected)
+        else:
+            stay, scores = torch.tensor(list(fixed)), torch.zeros(0)
+        gates_gone = 1 - float(self.gates[stay].sum() / self.gates.sum().clamp_min(1e-300))
+        return Choice(mixture, stay, scores, None, (self.error_without(stay),), self.tokens, gates_gone)
+
+
+def experts(
+    data: CalibrationData,
+    mixtures: Mapping[str, Sequence[ExpertGroup]],
+    batches: BatchNumbers,
+    criterion: Criterion,
+    narrow: nn.Module,
+) -> dict[str, list[Choice]]:
+    """Block -> what stays of the experts of each of its ``mixtures``. One pass over the model as it is now; with refit
+    each block runs twice more, cut to its size in ``narrow``."""
+
+    def choose(task: BlockTask, inputs: Inputs, run: Run) -> list[Choice]:
+        by_layer = {mixture.consumer.name: mixture for mixture in mixtures[task.name]}
+        sums = {name: ExpertSums.of(mixture.span.old) for name, mixture in by_layer.items()}
+        seen = _SeenExperts(sums, run, whole=criterion.refit)
+        consumers = [plan for plan in task.layer_plans if plan.name in by_layer]
+        inputs.collect(consumers, seen.see, seen.begin, go_on=not criterion.refit)
+        choices = [seen.of_all(name).choice(mixture, criterion) for name, mixture in by_layer.items()]
+        if criterion.refit:
+            choices = _refitted(task, choices, seen, inputs, batches, narrow)
+            inputs.advance()
+        return choices
+
+    return by_block(data, "choose experts", mixtures, choose)
+
+
+@dataclass
+class _SeenExperts:
+    """What a pass over a block shows of its mixtures: sums by layer, and with ``whole`` what they put out each time
+    that they are called, and its padding, by the place of the model's call among this process's."""
+
+    sums: dict[str, ExpertSums]
+    run: Run
+    whole: bool
+    place: int = 0
+    outputs: dict[tuple[str, int], list[tuple[Tensor, Tensor | None]]] = field(default_factory=dict)
+
+    def begin(self, numbered: NumberedCall) -> None:
+        self.place = numbered.number
+
+    def see(self, layer: Layer, inputs: tuple[Tensor, ...], token_mask: Tensor | None) -> None:
+        inputs = tuple(real_rows(x, token_mask) for x in inputs)
+        _, index_Tk, gates, *_ = inputs
+        adapter: Any = layer.adapter
+        outputs = None
+        for route in adapter.routes(layer.owner, inputs, None):
+            of_expert = adapter.output(layer.owner, route.expert, route.rows).float()
+            if outputs is None:
+                outputs = of_expert.new_zeros(index_Tk.numel(), of_expert.shape[-1])
+            outputs.index_copy_(0, route.slots, of_expert)
+        if outputs is None:
+            return
+        outputs_TkR = outputs.view(*index_Tk.shape, -1)
+        gates_Tk = (gates if gates.shape == index_Tk.shape else gates.gather(1, index_Tk)).float()
+        self.sums[layer.name].add(outputs_TkR, index_Tk, gates_Tk, inside=adapter.gates_inside)
+        if self.whole:
+            whole_TR = (outputs_TkR if adapter.gates_inside else outputs_TkR * gates_Tk[..., None]).sum(1)
+            held = self.run.storage.hold_activations(whole_TR), token_mask
+            self.outputs.setdefault((layer.name, self.place), []).append(held)
+
+    def of_all(self, name: str) -> ExpertSums:
+        """The sums of a layer over all processes."""
+        sums, run = self.sums[name], self.run
+        run.processes.all_reduce("experts", [*vars(sums).values()])
+        if not sums.tokens.any():
+            raise ValueError(without_data(name))
+        if not torch.isfinite(sums.products).all():
+            raise ValueError(f"layer {name!r}: its experts put out NaN or inf; run the model in bfloat16 or float32")
+        return sums
+
+
+def _refitted(
+    task: BlockTask,
+    choices: Sequence[Choice],
+    seen: _SeenExperts,
+    inputs: Inputs,
+    batches: BatchNumbers,
+    narrow: nn.Module,
+) -> list[Choice]:
+    """The choices with better values for the experts that stay, by a pass over the smaller block."""
+    run = seen.run
+    paths = {module: path for path, module in task.block.named_modules()} if task.block is not None else {}
+    calls: dict[str, list[RoutedCall]] = {choice.group.consumer.name: [] for choice in choices}
+    modules: dict[str, nn.Module] = {}
+
+    def change(block: nn.Module, name: str) -> None:
+        cut_block(block, narrow.get_submodule(name), choices, values=False)
+        for choice in choices:
+            layer = choice.group.consumer
+            modules[layer.name] = block.get_submodule(paths[layer.owner])
+            (hooked,) = layer.hooked_modules
+            at = block.get_submodule(paths[hooked])
+            at.register_forward_pre_hook(partial(hold, layer), with_kwargs=True)
+
+    def hold(layer: Layer, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        if not (left := seen.outputs.get((layer.name, seen.place))):
+            return  # no token was routed
+        whole, token_mask = left.pop(0)
+        rows, *routed = (real_rows(x, token_mask) for x in layer.adapter.inputs(module, args, kwargs))
+        inputs = run.storage.hold_activations(rows), *routed
+        call = RoutedCall.of(seen.place, modules[layer.name], layer.adapter, inputs, whole.to(rows.device))
+        call.residual = run.storage.hold_activations(call.residual)
+        calls[layer.name].append(call)
+
+    with changed_in_calls(run.model, [task.name], change):
+        inputs.collect([], seen.see, seen.begin, go_on=False)
+    refitted = []
+    for choice in choices:
+        layer = choice.group.consumer
+        values, errors = refit_experts(modules[layer.name], layer.adapter, calls[layer.name], batches, run)
+        refitted.append(replace(choice, values=run.storage.hold_weights(values), errors=tuple(errors)))
+    modules.clear()  # their hooks hold them
+    return refitted

@@ -1,0 +1,352 @@
+"""Fewer MLP channels, experts and blocks: `shrink`. The model stays a plain one of its class, and is repaired.
+
+All is chosen before anything is cut: which blocks go, by the divergence without each; which channels stay, and how the
+rest makes up for them, in one pass over what is left. Then each block is cut, and tuned against the dense one.
+"""
+
+import copy
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from modelopt_sparse.accuracy.fisher import with_metrics
+from modelopt_sparse.accuracy.repair import Teacher, dense_goals, distill, reconstruct
+from modelopt_sparse.accuracy.tuning import BatchNumbers
+from modelopt_sparse.calibration.blocks import blocks_in_call_order
+from modelopt_sparse.calibration.data import Call
+from modelopt_sparse.calibration.dense import run_dense
+from modelopt_sparse.calibration.forward import CalibrationData
+from modelopt_sparse.calibration.run import InMemory, Run, calibrating
+from modelopt_sparse.distributed import Processes
+from modelopt_sparse.methods.scores import Magnitude
+from modelopt_sparse.model.devices import flat_tensors, input_device, run_eagerly
+from modelopt_sparse.model.hf import longest_window, writes_text
+from modelopt_sparse.model.output import in_words
+from modelopt_sparse.plan.options import Reconstruct, SparsifyConfig
+from modelopt_sparse.plan.plan import common_to_processes
+from modelopt_sparse.plan.planner import plan_for
+from modelopt_sparse.reports.report import Report, attach_report
+from modelopt_sparse.reports.text import Progress
+from modelopt_sparse.reports.values import Shrunk
+from modelopt_sparse.shrinking import experts as mixtures
+from modelopt_sparse.shrinking import importance
+from modelopt_sparse.shrinking.cutting import Choice, Cutting, skipped
+from modelopt_sparse.shrinking.importance import BLOCKS_BY, CRITERIA, EXPERT_CRITERIA, Criterion, Judge
+from modelopt_sparse.shrinking.plan import STALE, checked, settings_of_run, shrink_config
+from modelopt_sparse.shrinking.sizes import ShrinkRequest, TargetSizes, costs, kept_in, sizes_for
+from modelopt_sparse.values import check_choice, check_flag
+
+LITTLE = 0.25  # an error from which on a block had no channels to spare
+CALLS = {"seconds of 1 x 128 tokens": 128, "seconds of one token": 1}
+SHORT = 1  # epochs of reconstruction that sizes within a budget are compared after
+WORSE = 2  # so many sizes in a row that are worse than the best end the search
+
+
+def shrink(
+    model: nn.Module,
+    *,
+    mlp: float | int | str | None = None,
+    blocks: float | int | str | Sequence[int] | None = None,
+    experts: float | int | str | None = None,
+    to: Mapping[str, int] | None = None,
+    budget: Any = None,
+    criterion: str | None = None,
+    refit: bool | None = None,
+    blocks_by: str = "kl",
+    multiple_of: int | str = "auto",
+    tensor_parallel: int = 1,
+    kept: Any = None,
+    protect: Mapping[str, Sequence[int]] | None = None,
+    **options: Any,
+) -> nn.Module:
+    """Make a model of transformers smaller, in place, and return it: a plain model, which `save_pretrained` writes.
+
+    What goes:
+      mlp: MLP channels of every block, as a share (0.25, "25%") or a number.
+      blocks: how many blocks, or which: ``[17, 18]``.
+      experts: of every mixture, as a share (rounded down) or a number. A token is worked on by as many as before.
+      to: sizes by the config's own names instead: ``{"intermediate_size": 10752, "num_hidden_layers": 28}``.
+      budget: what the model may cost: "70% params", "75% flops" of a call on 1024 tokens, "12GB bytes". For each number
+        of blocks the widest MLPs are tried on a copy: least KL after refit and one epoch of reconstruction.
+      kept: what stays, chosen by an earlier run: ``mts.report(model).shrunk``, or that section of sparsity.json. Of
+        experts also a mapping of mixtures to those that stay, such as llm-compressor's REAP writes to a file.
+      protect: experts that stay whatever their scores: ``{"*.layers.3.*": [0, 7]}``, by globs of mixtures.
+    How:
+      criterion: of channels: "gram" (default), "norm" or "minitron"; of experts: "reap" (default), "reap_sum" or
+        "frequency". docs/shrink.md and docs/experts.md say what each is.
+      blocks_by: "kl", one by one, by the KL divergence without each; "influence": how little they turn hidden states.
+      refit: values of the layers that take channels, and of the last matrices of experts, in closed form; None: not of
+        experts whose blocks are reconstructed, which does as well.
+      multiple_of: a share of the channels is rounded to a multiple of this; "auto": the largest of 256, 128, 64 and 32
+        that moves the width by no more than 2 % of it, else 8.
+      tensor_parallel: on how many devices each MLP will be split: the part of each is such a multiple.
+    ``options`` are those of `sparsify` that concern calibration data, quality, reconstruct, distill and the run. All
+    matrices of a block are tuned.
+
+    Parameters that change are new ones: an optimizer that was made before does not know them. The config in memory has
+    the new numbers. Raises ValueError or TypeError with the model untouched for what cannot work. A repair that is
+    broken off leaves a whole smaller model, and a note in its report.
+
+    >>> model = mts.shrink(model, mlp=0.25, blocks=1, data_loader=batches, quality="balanced")
+    >>> model.save_pretrained("smaller")
+    """
+    config = shrink_config(options)
+    plain = checked(model)
+    with Processes.of(config.distributed) as processes, run_eagerly(model):
+        config = config if processes.rank == 0 else replace(config, progress=False)
+        plan = plan_for(plain, Magnitude(), config)
+        request = ShrinkRequest(mlp, blocks, experts, to, budget, kept, protect, multiple_of, tensor_parallel)
+        request = request.in_full(plan)
+        sizes = sizes_for(plain, plan, request)
+        how = criterion_of(request, sizes[0], config, criterion=criterion, refit=refit, blocks_by=blocks_by)
+        if processes.size > 1:
+            facts = common_to_processes(plain, plan, config)
+            facts |= {"the sizes": "; ".join(map(str, sizes)), "how it is chosen what goes": str(how)}
+            processes.check_same(facts, "give all of them the same model and the same options")
+        report = Report.begin((), [STALE], settings_of_run(config, request, refit=how.refit))
+        shrink_to_one(Run(plain, plan, config, InMemory(), processes, report), sizes, how, budget)
+        processes.barrier()
+    return model
+
+
+def criterion_of(
+    request: ShrinkRequest,
+    sizes: TargetSizes,
+    config: SparsifyConfig,
+    *,
+    criterion: str | None = None,
+    refit: bool | None = None,
+    blocks_by: str = BLOCKS_BY[0],
+) -> Criterion:
+    """The options of `shrink` that say how it is chosen what goes, checked."""
+    criteria = EXPERT_CRITERIA if sizes.experts else CRITERIA
+    criterion = criteria[0] if criterion is None else criterion
+    check_choice("criterion", criterion, criteria)
+    check_choice("blocks_by", blocks_by, BLOCKS_BY)
+    refit = sizes.refits(config, refit)
+    check_flag("refit", refit)
+    choice = {} if request.kept is None else kept_in(request.kept)
+    return Criterion("given" if choice else criterion, refit, _fixed(choice), blocks_by)
+
+
+def _fixed(kept: Mapping[str, Any]) -> dict[str, Sequence[int]]:
+    """Layer -> its channels or experts that stay, of a choice by an earlier run."""
+    return {**kept.get("mlp", {}), **kept.get("experts", {})}
+
+
+def shrink_to_one(
+    run: Run, sizes: Sequence[TargetSizes], how: Criterion, budget: Any = None, calls: list[Call] | None = None
+) -> None:
+    """The run behind `shrink` and `shrink_checkpoint`: to the best of the sizes that a ``budget`` leaves, or to the
+    only ones. ``calls`` are those of the calibration data, if it has been read before."""
+    with calibrating(run.model):
+        with run.report.timed("calibration data"):
+            data = CalibrationData.load(run, calls)
+        with run.report.timed("budget"):
+            best = sizes[0] if budget is None else _best(data, sizes, how, budget)
+        _shrink(data, best, how)
+
+
+def _best(data: CalibrationData, tried: Sequence[TargetSizes], how: Criterion, budget: Any) -> TargetSizes:
+    """Of several sizes those with the least divergence after a short repair, each on a copy of the model."""
+    run = data.run
+    data.counted(data.output_of(0)[0] if data.calls else None)  # refused before any work
+    options = run.config.reconstruct or Reconstruct()
+    config = replace(run.config, reconstruct=replace(options, epochs=SHORT), distill=None)
+    divergences: list[float] = []
+    for sizes in tried:
+        model: Any = copy.deepcopy(run.model)
+        plan = plan_for(model, Magnitude(), config)
+        trial = replace(run, model=model, plan=plan, config=config, report=Report.begin((), (), {}), known={})
+        divergences.append(_shrink(replace(data, run=trial), sizes, how).kl["reconstructed"])
+        if len(divergences) - divergences.index(min(divergences)) > WORSE:
+            break
+    measured = "; ".join(f"{sizes}: {kl:.4f}" for sizes, kl in zip(tried, divergences))
+    by, _ = in_words(run.report.settings.get("divergence"))
+    run.report.notes.append(f"budget {budget}: {by} after {SHORT} epoch of reconstruction: {measured}")
+    return tried[divergences.index(min(divergences))]
+
+
+def _shrink(data: CalibrationData, sizes: TargetSizes, how: Criterion) -> Shrunk:
+    """The run on one screen."""
+    run, report = data.run, data.run.report
+    model: Any = run.model
+    assert data.calls is not None
+    batches = BatchNumbers.of_calls(data)
+    if batches.tuned_on < 1:
+        raise ValueError("shrink needs at least two calibration batches, one of which judges: give smaller batches")
+    data, before = run_dense(data), costs(model)
+    if (recalled := run.storage.recall()) is not None:
+        how = replace(how, fixed=_fixed(recalled["kept"]))
+        if sizes.depth is not None:
+            sizes = replace(sizes, stay=recalled["kept"]["blocks"][sizes.depth.stack], named=True)
+    cutting = Cutting.tried(data, sizes)
+    with report.timed("metrics"):
+        data = with_metrics(data)
+    with report.timed("dense predictions"):
+        # streamed, each call would read all weights
+        judge = Judge(Teacher.of(data) if run.storage.resident else None, batches)
+    shrunk = Shrunk({name: [*pair] for name, pair in sizes.changes.items()}, how.name)
+    with report.timed("choice of blocks"):
+        cutting = _without_blocks(cutting, data, judge, how, shrunk)
+    with report.timed("choice of channels"), skipped(model, cutting.gone):
+        if not sizes.experts:
+            chosen = importance.channels(data, cutting.groups, batches, how) if cutting.groups else {}
+            cutting = _measured(replace(cutting, choices=chosen), judge, how, run, shrunk)
+    with report.timed("choice of experts"), skipped(model, cutting.gone):
+        if sizes.experts:
+            chosen = mixtures.experts(data, cutting.groups, batches, how, cutting.narrow)
+            cutting = _measured(replace(cutting, choices=chosen), judge, how, run, shrunk)
+    if recalled is None:
+        run.storage.keep(asdict(shrunk))
+    else:
+        shrunk = Shrunk(**recalled)
+    run.storage.write_as(cutting.names(run.plan))
+    seconds = _seconds_of_calls(data, cutting) if run.storage.resident else {}
+    try:
+        with report.timed("blocks"):
+            _repair(cutting, data)
+    except BaseException as error:
+        if run.storage.resident:  # else another run goes on
+            done = f"{len(report.blocks)} blocks repaired"
+            report.notes.append(f"stopped by {type(error).__name__}: it is smaller, with {done}")
+            _complete(cutting, run, shrunk, before, seconds)
+        raise
+    _complete(cutting, run, shrunk, before, seconds)
+    run = replace(run, plan=plan_for(model, Magnitude(), run.config))
+    if run.config.reconstruct is not None:
+        judge.measure("reconstructed", shrunk)
+    if run.config.distill is not None and judge.teacher is not None:
+        with report.timed("distillation"):
+            distill(replace(judge.teacher, data=replace(data, run=run)), run)
+        judge.measure("distilled", shrunk)
+    return shrunk
+
+
+def _without_blocks(cutting: Cutting, data: CalibrationData, judge: Judge, how: Criterion, shrunk: Shrunk) -> Cutting:
+    """Choose the blocks that go, and try it."""
+    depth, stay = cutting.sizes.depth, cutting.sizes.stay
+    if depth is None:
+        return cutting
+    gone = len(depth.blocks) - len(stay)
+    if not cutting.sizes.named and how.blocks == "influence":
+        stay = importance.blocks_by_influence(data, judge.batches, depth, gone, shrunk)
+    elif not cutting.sizes.named:
+        stay = importance.blocks(judge, depth, gone, data.run, shrunk)
+    shrunk.kept["blocks"] = {depth.stack: [*stay]}
+    return cutting.with_blocks(data, stay)
+
+
+def _measured(cutting: Cutting, judge: Judge, how: Criterion, run: Run, shrunk: Shrunk) -> Cutting:
+    """The same. What stays of channels or experts, and what that costs, is noted."""
+    for choice in cutting.chosen:
+        _note(choice, shrunk, run.report)
+    if cutting.sizes.experts:
+        gone = fmean(choice.gates_gone for choice in cutting.chosen)
+        run.report.notes.append(f"{gone:.1%} of all gates lay on the experts that go")
+    for step in ("as is", "refit") if cutting.choices and how.refit else ("as is",):
+        with cutting.tried_in(run.model, values=step == "refit"):
+            judge.measure(step, shrunk)
+    return cutting
+
+
+def _note(choice: Choice, shrunk: Shrunk, report: Report) -> None:
+    """What stays of one layer's channels, or of a mixture's experts, for the report."""
+    name, tokens = choice.group.consumer.name, choice.tokens
+    shrunk.kept.setdefault("mlp" if tokens is None else "experts", {})[name] = choice.stay.tolist()
+    shrunk.scores[name] = [float(f"{score:.4g}") for score in choice.scores.tolist()]
+    shrunk.errors[name] = [*choice.errors]
+    if tokens is not None:
+        shrunk.tokens[name] = [int(count) for count in tokens.tolist()]
+        if silent := (tokens == 0).nonzero().flatten().tolist():
+            problem = f"no token reached experts {silent}: the data does not tell what they are for"
+            report.notes.append(f"{name!r}: {problem}")
+    elif choice.errors[1] > LITTLE:
+        report.notes.append(f"{name!r} had little to spare: {choice.errors[1]:.1%} of its output is lost")
+
+
+def _complete(
+    cutting: Cutting, run: Run, shrunk: Shrunk, before: Mapping[str, int], seconds: Mapping[str, list[float]]
+) -> None:
+    """Cut the rest, which needs no data, and leave the report."""
+    model: Any = run.model
+    cutting.everything(model)
+    shrunk.costs.update({what: [before[what], now] for what, now in costs(model).items()})
+    shrunk.costs.update(seconds)
+    run.report.shrunk = shrunk
+    attach_report(model, run.report)
+
+
+def _repair(cutting: Cutting, data: CalibrationData) -> None:
+    """Cut each block, and tune it against the dense one. Blocks that go put out what they get from then on."""
+    run, changed = data.run, False
+    if run.config.reconstruct is None:
+        for name, block in run.plan.named_blocks.items():
+            with run.storage.open(block, run.report):
+                cutting.block(block, name)
+        return
+    with ExitStack() as ending:
+        tasks = blocks_in_call_order(run, data)
+        with Progress("reconstruct", "block", len(tasks), show=run.config.progress) as bar:
+            for task in tasks:
+                bar.say(task.name, *run.so_far())
+                inputs, goes = task.inputs(), task.name in cutting.gone
+                with run.storage.open(task.block, run.report) as write_sparse, inputs.on_device():
+                    tuned = dense_goals(task, inputs, run)
+                    if goes:
+                        ending.enter_context(skipped(run.model, [task.name]))
+                    if task.block is not None:
+                        cutting.block(task.block, task.name)
+                    changed |= goes or task.name in cutting.choices
+                    if write_sparse is not None:  # by a run that was stopped
+                        write_sparse()
+                    elif tuned and changed and not goes:
+                        masks = dict.fromkeys(plan.layer.parameter for plan in task.layer_plans)
+                        reconstruct(task, tuned, masks, {}, inputs, run)
+                    inputs.advance()
+                bar.update()
+
+
+# seconds --------------------------------------------------------------------------------------------------------------
+
+
+TIMES, LONG = 5, 2.0  # so many calls are timed, and more until the least three agree, or they took so many seconds
+AGREE = 1.05
+
+
+def _seconds_of_calls(data: CalibrationData, cutting: Cutting) -> dict[str, list[float]]:
+    """Of the model and the smaller one, if they write text, of each kind of call here."""
+    model: Any = data.run.model
+    smaller, measured = cutting.cut_clone(model), dict[str, list[float]]()
+    longest = longest_window(model) or max(CALLS.values())
+    for what, length in CALLS.items() if writes_text(model) else ():
+        ids = next((flat_tensors((call.args, call.kwargs))[0][:1] for call in data.calls or ()), torch.empty(0))
+        if length <= longest and not ids.is_floating_point():
+            row = ids.repeat(1, -(-length // ids.shape[1]))[:, :length].to(input_device(model))
+            if seconds := seconds_of_call((model, smaller), row):
+                measured[what] = seconds
+            else:
+                data.run.report.notes.append(f"{what} are not known: the machine was too busy to measure them")
+    return measured
+
+
+def seconds_of_call(
+    models: Sequence[Callable[..., Any]], ids: Tensor, clock: Callable[[], float] = time.perf_counter
+) -> list[float]:
+    """The least seconds of a call of each model, in turns. Nothing where other work on the machine disturbs them: where
+    three calls of the same model do not agree."""
+    seconds: list[list[float]] = [[] for _ in models]
+    while len(seconds[0]) < TIMES or any(sorted(times)[2] > AGREE * min(times) for times in seconds):
+        if len(seconds[0]) >= TIMES and sum(map(sum, seconds)) >= LONG:
+            return []
+        for model, of_model in zip(models, seconds):
+            began = clock()
+            flat_tensors(model(input_ids=ids))[0].flatten()[0].item()  # waits for the device
+            of_model.append(clock() - began)
+    return [*map(min, seconds)]

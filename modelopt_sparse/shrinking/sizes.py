@@ -1,0 +1,409 @@
+"""Sizes of a smaller model: those that users ask for, what the config says then, and what it costs."""
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import PreTrainedModel
+
+from modelopt_sparse.methods.patterns import Unstructured, parse_pattern
+from modelopt_sparse.model.adapters import LAST, RoutedAdapter
+from modelopt_sparse.model.hf import cache_name
+from modelopt_sparse.model.layers import Layer
+from modelopt_sparse.plan.budget import parse_budget
+from modelopt_sparse.plan.options import SparsifyConfig, check_globs, first_match
+from modelopt_sparse.plan.plan import Plan
+from modelopt_sparse.reports.text import nearest
+from modelopt_sparse.reports.values import Shrunk
+from modelopt_sparse.shrinking.resize import (
+    BlockCount,
+    channels_in,
+    experts_in,
+    find_experts,
+    find_width,
+    numbers_in,
+    twin_of,
+)
+from modelopt_sparse.values import is_whole
+
+MULTIPLES = (256, 128, 64, 32, 8)  # of a width, with multiple_of="auto": the first that moves it by no more than
+MOVED = 0.02  # of it, else the last
+FURTHER_TOKENS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")  # names in configs
+COUNTED = {"params": "parameters", "bytes": "bytes", "flops": "FLOPs of a call"}  # unit of a budget -> what it counts
+SCALES = {"K": "e3", "M": "e6", "G": "e9", "T": "e12"}
+CALL = 1, 1024  # of the FLOPs of a budget: windows and tokens
+WAYS = "mlp=0.25 (a quarter of the MLP channels goes), blocks=4 (four blocks go) or budget='70% params' (what stays)"
+NO_HEADS = "heads cost far more accuracy for their parameters than channels and blocks: give mlp= or blocks="
+
+# sizes ----------------------------------------------------------------------------------------------------------------
+
+
+class ShrinkRequest(NamedTuple):
+    """The options of `shrink` that say what goes."""
+
+    mlp: float | int | str | None = None
+    blocks: float | int | str | Sequence[int] | None = None
+    experts: float | int | str | None = None
+    to: Mapping[str, int] | None = None
+    budget: Any = None
+    kept: Any = None
+    protect: Mapping[str, Sequence[int]] | None = None
+    multiple_of: int | str = "auto"
+    tensor_parallel: int = 1
+
+    def in_full(self, planned: Plan) -> "ShrinkRequest":
+        """With ``kept`` as a mapping that names each mixture by the layer of its last matrices, whichever module
+        around it other tools name."""
+        if self.kept is None:
+            return self
+        choice, experts = kept_in(self.kept), dict[str, Any]()
+        for name, stay in choice.get("experts", {}).items():
+            inside = [x.name for x in planned.layers if x.layer.adapter in LAST and x.name.startswith(f"{name}.")]
+            experts |= dict.fromkeys(inside or [name], stay)
+        return self._replace(kept={**choice, **({"experts": experts} if experts else {})})
+
+
+@dataclass(frozen=True)
+class TargetSizes:
+    """What the config will say. width, experts: name -> (as it is, as it will be) of widths of MLPs; of the number of
+    experts, which are routed in so many ``groups``, and of heads that predict further tokens, which become none. depth:
+    blocks, of which those at the places ``stay`` will; unless they are ``named`` so many, and data chooses them.
+    protected: layer of a mixture's last matrices -> experts that stay, whatever their scores."""
+
+    width: Mapping[str, tuple[int, int]]
+    experts: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    groups: int = 1
+    depth: BlockCount | None = None
+    stay: Sequence[int] = ()
+    named: bool = False
+    protected: Mapping[str, Sequence[int]] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        """Such as "intermediate_size 288, num_hidden_layers 5"."""
+        return ", ".join(f"{name} {new:,}" for name, (_, new) in self.changes.items())
+
+    @property
+    def changes(self) -> dict[str, tuple[int, int]]:
+        """Name in the config -> (as it is, as it will be)."""
+        depth = {} if self.depth is None else {self.depth.name: (len(self.depth.blocks), len(self.stay))}
+        return {**self.width, **self.experts, **depth}
+
+    def narrow(self, model: PreTrainedModel, stay: Sequence[int] | None = None) -> PreTrainedModel:
+        """The twin with this width; ``stay``: and with these blocks alone."""
+        depth = {} if self.depth is None or stay is None else self.depth.changes(stay, model.config)
+        numbers = {name: new for name, (_, new) in [*self.width.items(), *self.experts.items()]}
+        return twin_of(model, {**numbers, **depth})
+
+    def groups_in(self, model: PreTrainedModel, planned: Plan) -> Mapping[str, Sequence[Any]]:
+        """Block -> its channels that go together, or its mixtures, of which fewer stay."""
+        narrow, blocks = self.narrow(model), layers_by_block(planned)
+        if not self.experts:
+            return channels_in(model, narrow, blocks) if self.width else {}
+        return {
+            name: [replace(x, protected=tuple(self.protected.get(x.consumer.name, ()))) for x in mixtures]
+            for name, mixtures in experts_in(model, narrow, blocks, self.groups).items()
+        }
+
+    def refits(self, config: SparsifyConfig, refit: bool | None) -> bool:
+        """What ``refit`` stands for: of experts whose blocks are reconstructed, that does as well."""
+        return not self.experts or config.reconstruct is None if refit is None else refit
+
+
+def sizes_for(model: PreTrainedModel, planned: Plan, request: ShrinkRequest) -> list[TargetSizes]:
+    """From what the user asks for to sizes; of a budget all that it leaves, by blocks. ``planned``: the model's layers
+    and stacks."""
+    passed = [name for name in ShrinkRequest._fields[:6] if getattr(request, name) is not None]
+    if len(passed) != 1 and passed not in (["mlp", "blocks"], ["blocks", "experts"]):
+        ways = "blocks= with mlp= or experts=, or to=, or budget=, or kept="
+        raise ValueError(f"shrink takes {ways}; got {passed or 'none of them'}: give {WAYS}")
+    if request.multiple_of != "auto" and not is_whole(request.multiple_of, 1):
+        raise ValueError(f"multiple_of={request.multiple_of!r}: give 'auto' or a positive whole number")
+    if not is_whole(request.tensor_parallel, 1):
+        raise ValueError(f"tensor_parallel={request.tensor_parallel!r}: give a positive whole number of devices")
+    if request.protect and (request.budget is not None or request.kept is not None):
+        raise ValueError("protect= says which experts stay where scores choose them: give experts= or to= beside it")
+    if request.budget is not None:
+        return _within(model, planned, request)
+    if request.kept is not None:
+        request = request._replace(**_sizes_of(kept_in(request.kept), planned))
+    sizes = TargetSizes({})
+    if request.mlp is not None:
+        _refuse_experts(planned)
+        _share("mlp", request.mlp, 1)  # before widths are tried with it
+        name, old, new = find_width(model, layers_by_block(planned), lambda old: _width(request, old))
+        sizes = replace(sizes, width={name: (old, new)})
+    if request.experts is not None:
+        sizes = replace(sizes, **_experts(model, planned, lambda old: old - _fewer_experts(request.experts, old)))
+    if request.blocks is not None:
+        sizes = replace(sizes, **_blocks(model, planned, request.blocks))
+    for name, size in (request.to or {}).items():
+        sizes = _with_size(model, planned, sizes, model.config.attribute_map.get(name, name), size)
+    for name, (_, new) in sizes.width.items():
+        if new % request.tensor_parallel:
+            raise ValueError(f"{name}={new} does not divide by tensor_parallel={request.tensor_parallel}: give a share")
+    sizes.narrow(model, sizes.stay)
+    if request.kept is not None:
+        _check_kept(kept_in(request.kept), model, planned, sizes)
+    return [replace(sizes, protected=_protected(request.protect or {}, model, planned, sizes))]
+
+
+def layers_by_block(planned: Plan) -> dict[str, tuple[nn.Module, list[Layer]]]:
+    """Name of a block -> the block, and its layers."""
+    layers = planned.by_block
+    return {name: (block, [x.layer for x in layers.get(name, ())]) for name, block in planned.named_blocks.items()}
+
+
+def _refuse_experts(planned: Plan) -> None:
+    for plan in planned.layers:
+        if isinstance(plan.layer.adapter, RoutedAdapter) or plan.layer.mixture is not None:
+            advice = "give experts= or blocks=, or to={'shared_expert_intermediate_size': 1024} or so"
+            raise ValueError(f"mlp= is for MLPs, and {plan.name!r} holds experts: {advice}")
+
+
+def _share(name: str, value: Any, whole: int) -> float:
+    """How many of ``whole`` go, of a share (0.25, "25%") or a number."""
+    if is_whole(value, 1):
+        return value
+    with suppress(ValueError):  # whose words are of patterns
+        if isinstance(value, (float, str)) and isinstance(pattern := parse_pattern(value), Unstructured):
+            return pattern.sparsity * whole
+    raise ValueError(f"{name}={value!r}: give what goes, as a share (0.25, '25%') or a number")
+
+
+def _width(request: ShrinkRequest, old: int) -> int:
+    """The width that ``mlp`` leaves of an ``old`` one."""
+    exact = old - _share("mlp", request.mlp, old)
+    new = int(exact) if is_whole(request.mlp, 1) else _rounded(request, old, exact, round)
+    if not 0 < new < old:
+        raise ValueError(f"mlp={request.mlp!r} makes {new} of {old} channels: give another, or a smaller multiple_of")
+    return new
+
+
+def _rounded(request: ShrinkRequest, old: int, exact: float, rounding: Callable[[float], int]) -> int:
+    """A width such that each device's part of it is a multiple."""
+    multiples = MULTIPLES if request.multiple_of == "auto" else (int(request.multiple_of),)
+    steps = [multiple * request.tensor_parallel for multiple in multiples]
+    sizes = [rounding(exact / step) * step for step in steps]
+    return next((size for size in sizes if abs(size - exact) <= MOVED * old), sizes[-1])
+
+
+def _fewer_experts(experts: Any, old: int) -> int:
+    """How many of ``old`` experts go."""
+    gone = math.floor(_share("experts", experts, old) + 1e-9)
+    if not 0 < gone < old:
+        raise ValueError(f"experts={experts!r} takes {gone} of {old} experts away: give a share of 1/{old} or more")
+    return gone
+
+
+def _experts(model: PreTrainedModel, planned: Plan, new_of: Callable[[int], int]) -> dict[str, Any]:
+    """Fields of `TargetSizes` for fewer experts: ``new_of`` how many there are."""
+    name, old, new = find_experts(model, layers_by_block(planned), new_of)
+    path, _, _ = name.rpartition(".")
+    config = attrgetter(path)(model.config) if path else model.config
+    chosen = getattr(config, "num_experts_per_tok", None) or 1
+    groups = getattr(config, "n_group", None) or 1
+    in_chosen_groups = (getattr(config, "topk_group", None) or groups) * new // groups
+    if in_chosen_groups < chosen:
+        raise ValueError(f"{name}={new} leaves {in_chosen_groups} experts for a token, which takes {chosen}: keep more")
+    if groups > 1 and (new % groups or new < 2 * groups):
+        raise ValueError(f"{name}={new} in {groups} groups: give a multiple of {groups}, at least {2 * groups}")
+    # heads that predict further tokens: transformers leaves their weights out, and engines would miss them
+    further = {key: (count, 0) for key, count in vars(config).items() if key in FURTHER_TOKENS and count}
+    further = {f"{path}.{key}" if path else key: counts for key, counts in further.items()}
+    return {"experts": {name: (old, new), **further}, "groups": groups}
+
+
+def _protected(
+    protect: Mapping[str, Sequence[int]], model: PreTrainedModel, planned: Plan, sizes: TargetSizes
+) -> dict[str, list[int]]:
+    """Layer of a mixture's last matrices -> the experts that ``protect=`` names, by globs of mixtures and layers."""
+    groups = sizes.groups_in(model, planned) if protect and sizes.experts else {}
+    mixtures = {mixture.consumer.name: mixture for of_block in groups.values() for mixture in of_block}
+    holders = {name: [name, *accumulate(name.split("."), "{}.{}".format)] for name in mixtures}
+    check_globs(protect, [path for paths in holders.values() for path in paths], "mixture whose experts go")
+    protected: dict[str, list[int]] = {}
+    for name, mixture in mixtures.items():
+        old, new, groups = mixture.span.old, mixture.span.new // mixture.groups, mixture.groups
+        globs = [glob for glob in protect if any(first_match(path, [glob]) for path in holders[name])]
+        experts = sorted({expert for glob in globs for expert in protect[glob]})
+        if not all(is_whole(expert, 0) and expert < old for expert in experts):
+            raise ValueError(f"protect= of {globs[0]!r}: give numbers of its {old} experts, from 0")
+        if max(mixture.per_group(experts), default=0) > new:
+            where = f" in each of {groups} groups" if groups > 1 else ""
+            raise ValueError(f"protect= of {globs[0]!r}: {new} experts stay{where}: protect fewer")
+        protected[name] = experts
+    return protected
+
+
+def _blocks(model: PreTrainedModel, planned: Plan, blocks: Any) -> dict[str, Any]:
+    """Fields of `TargetSizes` for what ``blocks=`` says."""
+    if len(planned.stacks) != 1:
+        advice = " or ".join(f"to={{{BlockCount.find(model, stack).name!r}: ...}}" for stack in planned.stacks)
+        raise ValueError(f"blocks= is for a model with one stack of blocks: give {advice}")
+    count, named = len(planned.stacks[0].blocks), isinstance(blocks, (list, tuple))
+    gone = blocks if named else range(round(_share("blocks", blocks, count)))
+    if not 0 < len(set(gone)) == len(gone) < count or not all(is_whole(x, 0) and x < count for x in gone):
+        raise ValueError(f"blocks={blocks!r}: give how many of the {count} blocks go, or name some, each once, from 0")
+    depth = BlockCount.find(model, planned.stacks[0])
+    stay = [place for place in range(count) if place not in gone]
+    if named:
+        depth.check(stay, model)
+    return {"depth": depth, "stay": stay if named else depth.any_without(len(gone), model), "named": named}
+
+
+def _with_size(model: PreTrainedModel, planned: Plan, sizes: TargetSizes, name: str, size: Any) -> TargetSizes:
+    """The sizes with what ``to={name: size}`` says: of a number of blocks, of experts, or of a width of MLPs."""
+    numbers, problem, blocks = numbers_in(model.config), None, layers_by_block(planned)
+    if name not in numbers:
+        raise ValueError(f"to={{{name!r}: ...}}: the config has no such number{nearest(name, numbers)}")
+    old = numbers[name]
+    if not is_whole(size, 1) or (old is not None and size >= old):
+        raise ValueError(f"to={{{name!r}: {size!r}}}: give a whole number below {old}")
+    for stack in planned.stacks:
+        if old == len(stack.blocks):
+            try:
+                depth = BlockCount.find(model, stack, name)
+            except ValueError as error:
+                problem = error
+            else:
+                return replace(sizes, depth=depth, stay=depth.any_without(old - size, model))
+    try:
+        if old is None:  # it stands for a width that the class computes
+            _, old, _ = find_width(model, blocks, lambda _: size)
+        twin = twin_of(model, {name: size})
+        with suppress(ValueError):
+            experts_in(model, twin, blocks)
+            return replace(sizes, **_experts(model, planned, lambda _: size))
+        channels_in(model, twin, blocks)
+    except ValueError as error:
+        advice = NO_HEADS if "head" in name else "give mlp=, experts= or blocks="
+        raise ValueError(f"to={{{name!r}: {size}}} cannot be cut: {problem or error}; {advice}") from error
+    return replace(sizes, width={**sizes.width, name: (old, size)})
+
+
+def kept_in(kept: Any) -> Mapping[str, Any]:
+    """The choice in what ``kept=`` takes: a ``Shrunk``, the section of a report, its part ``kept``, or mixture ->
+    experts, as other tools have it."""
+    choice = kept.kept if isinstance(kept, Shrunk) else kept.get("kept", kept) if isinstance(kept, Mapping) else None
+    if choice and all(isinstance(stay, (list, tuple)) for stay in choice.values()):
+        choice = {"experts": choice}
+    if not choice or choice.keys() - {"mlp", "experts", "blocks"}:
+        raise ValueError("kept= takes report.shrunk, that section of sparsity.json, or mixtures and their experts")
+    return choice
+
+
+def _sizes_of(choice: Mapping[str, Any], planned: Plan) -> dict[str, Any]:
+    """``mlp``, ``experts`` and ``blocks`` of a choice."""
+    gone: dict[str, Any] = {}
+    for what, unit, dim in (("mlp", "channels", -1), ("experts", "experts", 0)):
+        sizes = {plan.name: plan.shape[dim] for plan in planned.layers}
+        counts = set()
+        for name, indices in choice.get(what, {}).items():
+            old = sizes.get(name, 0)
+            if sorted(set(indices)) != list(indices) or not set(indices) <= set(range(old)):
+                raise ValueError(f"kept= of {name!r}: give ascending indices of its {old} {unit}, each once")
+            counts.add(old - len(indices))
+        if len(counts) > 1:
+            raise ValueError(f"kept= has different numbers of {unit}: all blocks must have as many")
+        gone[what] = next(iter(counts), None)
+    counts = {stack.name: len(stack.blocks) for stack in planned.stacks}
+    blocks: list[int] = []
+    for name, stay in sorted(choice.get("blocks", {}).items()):
+        if name not in counts:
+            raise ValueError(f"kept= names blocks of {name!r}, which is no stack of this model")
+        blocks += [place for place in range(counts[name]) if place not in stay]
+    return {**gone, "blocks": blocks or None}
+
+
+def _check_kept(choice: Mapping[str, Any], model: PreTrainedModel, planned: Plan, sizes: TargetSizes) -> None:
+    """Raise ValueError if a choice does not name just the layers that are cut in blocks that stay, or if it leaves
+    more experts of one group than of another."""
+    blocks = () if sizes.depth is None else sizes.depth.blocks
+    gone = {name for place, name in enumerate(blocks) if place not in sizes.stay}
+    groups = sizes.groups_in(model, planned)
+    cut = {group.consumer.name: group for name, of_block in groups.items() if name not in gone for group in of_block}
+    for what, is_cut in (("mlp", not sizes.experts), ("experts", bool(sizes.experts))):
+        if different := sorted((cut.keys() if is_cut else set()) ^ choice.get(what, {}).keys()):
+            raise ValueError(f"kept= of {what!r}: {different[0]!r} is missing, or is not cut: name the layers that are")
+    for name, mixture in cut.items() if sizes.experts else ():
+        counts = mixture.per_group(choice["experts"][name])
+        if len(counts) < mixture.groups or len({*counts}) > 1:
+            raise ValueError(f"kept= of {name!r}: as many experts must stay in each of {mixture.groups} groups")
+
+
+# a budget -------------------------------------------------------------------------------------------------------------
+
+
+def _within(model: PreTrainedModel, planned: Plan, request: ShrinkRequest) -> list[TargetSizes]:
+    """The widest MLPs within a budget for each number of blocks that go, as long as any have to."""
+    counted, ceiling = _ceiling(model, request.budget)
+
+    def cost(sizes: TargetSizes) -> int:
+        return costs(sizes.narrow(model, sizes.stay), *CALL)[counted]
+
+    problems = []
+    try:
+        _refuse_experts(planned)
+        name, old, half = find_width(model, layers_by_block(planned), lambda old: old // 2)
+    except ValueError as error:
+        problems.append(str(error))
+        name, old, half = "", 0, 0
+    fitting: list[TargetSizes] = []
+    for gone in range(len(planned.stacks[0].blocks) if len(planned.stacks) == 1 else 1):
+        try:
+            sizes = TargetSizes({}, **(_blocks(model, planned, gone) if gone else {}))
+        except ValueError as error:
+            problems.append(str(error))
+            break
+        whole = cost(sizes)
+        if gone and whole <= ceiling:  # from here on blocks alone are enough
+            return [*fitting, sizes]
+        if name:
+            halved = replace(sizes, width={name: (old, half)})
+            channel = (whole - cost(halved)) / (old - half)  # what one of all blocks costs
+            new = _rounded(request, old, old - (whole - ceiling) / channel, math.floor)
+            if 0 < new < old:
+                fitting.append(replace(sizes, width={name: (old, new)}))
+    if not fitting:
+        why = "; ".join(problems) or "MLPs would have no channels"
+        raise ValueError(f"budget={request.budget!r} cannot be met: {why}")
+    return fitting
+
+
+def _ceiling(model: PreTrainedModel, budget: Any) -> tuple[str, int]:
+    """What a budget counts, by its name among costs, and the most that it leaves."""
+    if isinstance(budget, str):
+        budget = re.sub(r"([KMGT])B( bytes)?$", lambda match: f"{SCALES[match[1]]} bytes", budget.strip())
+    parsed = parse_budget(budget, tuple(COUNTED))
+    assert parsed is not None
+    dense, counted = costs(twin_of(model, {}), *CALL), COUNTED[parsed.unit]
+    if counted not in dense:
+        raise ValueError(f"budget={budget!r}: calls of this model cannot be counted: give params, such as '70% params'")
+    if (ceiling := parsed.ceiling(dense[counted])) >= dense[counted]:
+        raise ValueError(f"budget={budget!r}: the model has {dense[counted]:,} {parsed.unit} already: give less")
+    return counted, ceiling
+
+
+def costs(model: PreTrainedModel, batch: int = 0, length: int = 0) -> dict[str, int]:
+    """Of a model; on the meta device also of a call, which is made there: no formula, and no values."""
+    known = {"parameters": sum(parameter.numel() for parameter in model.parameters())}
+    known["bytes"] = sum(parameter.nbytes for parameter in model.parameters())
+    if batch and model.can_generate() and not model.config.is_encoder_decoder:
+        try:
+            with FlopCounterMode(display=False) as counter, torch.no_grad():
+                output = model(input_ids=torch.zeros(batch, length, dtype=torch.long, device="meta"), use_cache=True)
+        except (RuntimeError, NotImplementedError, ValueError):  # a forward that looks at values
+            return known
+        layers = getattr(getattr(output, cache_name(model) or "", None), "layers", ())
+        held = [value for layer in layers for value in vars(layer).values() if isinstance(value, torch.Tensor)]
+        known["FLOPs of a call"] = counter.get_total_flops()
+        known["bytes of keys and values"] = sum(value.nbytes for value in held)
+    return known
