@@ -10,7 +10,6 @@ goes through the head once more beside the sparse model's own (Hinton et al. 201
 what is no logits of a head, the output itself is kept.
 """
 
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
@@ -36,7 +35,7 @@ from modelopt_sparse.accuracy.tuning import (
 )
 from modelopt_sparse.calibration.blocks import BlockTask
 from modelopt_sparse.calibration.calls import AtBlock, Inputs
-from modelopt_sparse.calibration.data import Call
+from modelopt_sparse.calibration.data import HELD_BACK, HELD_BACK_TO_TRY, Call
 from modelopt_sparse.calibration.forward import INSTEAD, CalibrationData, PaddingError, forward_context
 from modelopt_sparse.calibration.run import Run
 from modelopt_sparse.model.hf import is_encoder_decoder
@@ -84,6 +83,7 @@ def dense_goals(block: BlockTask, inputs: Inputs, run: Run) -> list[TunedModule]
 
 
 RATES = (0.2, 0.1, 0.4)  # learning rates that are tried
+AS_SOLVED = 0.0  # the rate that changes nothing
 
 
 class Way(NamedTuple):
@@ -95,22 +95,14 @@ class Way(NamedTuple):
     fisher: bool
 
     def __str__(self) -> str:
+        if self.rate == AS_SOLVED:
+            return "as solved"
         masks, metric = "move" if self.moves else "frozen", "fisher" if self.fisher else "plain"
         return f"rate {self.rate:g}, masks {masks}, {metric} metric"
 
 
 # each weight with a copy of it, and of its mask if that moves
 Copies = list[tuple[nn.Parameter, Tensor, Tensor | None]]
-
-
-class Tried(NamedTuple):
-    """What a way came to. ``loss``: how far the model's output is from the dense model's, on the calls held back; where
-    that is not asked, the error of the block."""
-
-    way: Way
-    loss: float
-    reports: list[BlockReport]
-    copies: Copies
 
 
 def reconstruct(
@@ -125,9 +117,10 @@ def reconstruct(
     """Tune a block in place, module by module, and report it. ``masks`` are those of the weights pruned in this run
     (True = kept; None: all of it is tuned); those of ``movable`` may move.
 
-    The first block of a stack is tuned in the ways that `Reconstruct` leaves open ("auto"), and the others in the one
-    that was best. ``judge`` says how far the model's output is from the dense model's on the calls held back, with this
-    block as it is: a block whose tuned values are worse by it than those that were solved for gets these back.
+    The first block of a stack is tuned in the ways that `Reconstruct` leaves open ("auto"), and left as it was solved,
+    with one of HELD_BACK_TO_TRY steps held back; and then, as the others of the stack, in the way that was best.
+    ``judge`` says how far the model's output is from the dense model's on these, with this block as it is; where it is
+    not known, the error of the block decides.
 
     Never worse on the batches held back, see `tune`. ``requires_grad`` and gradients are as before afterwards.
     """
@@ -136,37 +129,30 @@ def reconstruct(
     assert isinstance(inputs, AtBlock)
     weights = dict(tunable(run.model, inputs.block, masks, vectors=options.norms_and_biases))
     left_open = _left_open(inputs, movable, tuned, proved=judge is not None)
-    losses, best = dict[Way, float](), Tried(Way(*(values[0] for values in left_open)), math.inf, [], [])
-    solved = _copies(weights, movable) if judge is not None or max(map(len, left_open)) > 1 else []
-    as_solved = math.inf if judge is None else judge()
+    way, losses = Way(*(values[0] for values in left_open)), dict[Way, float]()
+    solved = _copies(weights, movable) if max(map(len, left_open)) > 1 else []
+
+    def tuned_by(way: Way, one_of: int) -> list[BlockReport]:
+        _write(solved, movable)
+        return _tuned_parts(block, tuned, weights, movable if way.moves else {}, inputs, way, one_of)
+
     try:
-        for part, value in ((part, value) for part, values in zip(Way._fields, left_open) for value in values):
-            way = best.way._replace(**{part: value})
-            if way in losses:
-                continue
-            _write(solved, movable)
-            reports = _tuned_parts(block, tuned, weights, movable if way.moves else {}, inputs, way)
-            if not reports:
-                return
-            losses[way] = reports[-1].error_after if judge is None else judge()
-            if not best.reports or losses[way] < best.loss:
-                best = Tried(way, losses[way], reports, _copies(weights, movable) if solved else [])
+        for part, values in zip(Way._fields, left_open):
+            for other in (way._replace(**{part: value}) for value in values if len(values) > 1 and way.rate):
+                if other not in losses and (reports := tuned_by(other, HELD_BACK_TO_TRY)):
+                    losses[other] = reports[-1].error_after if judge is None else judge()
+            way = min(losses, key=losses.__getitem__, default=way)
+        reports = tuned_by(way, HELD_BACK)
     except BaseException:
         run.report.notes.append(
             f"{tuned[-1].name!r}: its reconstruction was broken off; it has the best values up to then"
         )
         raise
     by = "error of the block" if judge is None else "divergence of the model's output"
-    notes = [f"{way}: {loss:.4g}" for way, loss in losses.items()] if len(losses) > 1 else []
-    notes = [f"taken: {best.way}, by the {by} on the batches held back", *notes] if notes else []
-    stays = as_solved <= best.loss
-    _write(solved if stays else best.copies, movable)
-    for report in best.reports:
-        report = replace(report, way=str(best.way), notes=[*report.notes, *notes])
-        if stays:
-            off = f"is off by {as_solved:.4g}, and by {best.loss:.4g} if tuned"
-            why = f"left as solved: the output of the model {off}"
-            report = replace(report, error_after=report.error_before, epoch=0, notes=[why, *notes])
+    notes = [f"{way}: {loss:.4g}" for way, loss in losses.items()]
+    notes = [f"taken: {way}, by the {by} on the batches held back", *notes] if notes else []
+    for report in reports:
+        report = replace(report, way=str(way), notes=[*report.notes, *notes])
         run.report.reconstructed(report, {plan.name for plan in block.layer_plans})
 
 
@@ -178,7 +164,7 @@ def _left_open(
     taken where the block has one."""
     options = inputs.run.config.reconstruct
     assert options is not None
-    rates = [*RATES] if options.learning_rate == "auto" else [options.learning_rate]
+    rates = [*RATES, AS_SOLVED] if options.learning_rate == "auto" else [options.learning_rate]
     moves = {"frozen": [False], "move": [True], "auto": [False, True]}[options.masks] if movable else [False]
     metrics = {"plain": [False], "fisher": [True], "auto": [False, True]}[options.metric]
     metrics = [False] if tuned[-1].metric is None else metrics if proved else metrics[-1:]
@@ -213,14 +199,17 @@ def _tuned_parts(
     movable: Mapping[nn.Parameter, Movable],
     inputs: AtBlock,
     way: Way,
+    one_of: int,
 ) -> list[BlockReport]:
-    """Each module that is tuned together, one after the other; what the inner ones hold is not tuned again."""
+    """Each module that is tuned together, one after the other; what the inner ones hold is not tuned again. ``one_of``
+    so many steps is held back."""
     run, outputs = inputs.run, outputs_of(block.layer_plans)
     assert run.config.reconstruct is not None
+    epochs = 0 if way.rate == AS_SOLVED else run.config.reconstruct.epochs
     rest, reports = dict(weights), list[BlockReport]()
     with forward_context(run):
         token_masks = _token_masks(block, inputs, tuned[-1].goals)
-        batches = BatchNumbers.of_calls(inputs.data, [call.numbered.number for call in inputs.calls])
+        batches = BatchNumbers.of_calls(inputs.data, [call.numbered.number for call in inputs.calls], one_of)
         for part in tuned:
             part = part if way.fisher else replace(part, metric=None)
             inside = set(part.module.parameters())
@@ -228,7 +217,7 @@ def _tuned_parts(
             if chosen:
                 values = TunedWeights(chosen, outputs, way.rate, movable)
                 with only_these_require_grad(inputs.block, chosen, masked=not movable):
-                    reports.append(_tuned(part, inputs, token_masks, batches, values))
+                    reports.append(_tuned(part, inputs, token_masks, batches, values, epochs))
     return reports
 
 
@@ -248,9 +237,9 @@ def _tuned(
     token_masks: list[Tensor | None],
     batches: BatchNumbers,
     weights: TunedWeights,
+    epochs: int,
 ) -> BlockReport:
     config, began = inputs.data.run.config, time.perf_counter()
-    assert config.reconstruct is not None
 
     def squared(values: Tensor, place: int) -> Tensor:
         """The squared norm of the values of real tokens, in the metric of the module."""
@@ -271,7 +260,7 @@ def _tuned(
     judge = partial(batches.judged, lambda place: (float(error(place)), energies[place]))
     before = judge()
     weights.slow_down(before)
-    best, epoch, notes = tune(weights, batches, config.reconstruct.epochs, config.seed, loss, judge, before)
+    best, epoch, notes = tune(weights, batches, epochs, config.seed, loss, judge, before)
     return BlockReport(part.name, before, best, epoch, round(time.perf_counter() - began, 3), notes)
 
 

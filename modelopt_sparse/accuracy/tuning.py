@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from modelopt_sparse.calibration.data import judging
+from modelopt_sparse.calibration.data import HELD_BACK, judging
 from modelopt_sparse.calibration.forward import CalibrationData
 from modelopt_sparse.distributed import Processes
 from modelopt_sparse.methods.patterns import NM, Pattern
@@ -42,15 +42,20 @@ class BatchNumbers:
     held_back: range
 
     @classmethod
-    def of_calls(cls, data: CalibrationData, numbers: Sequence[int] | None = None) -> "BatchNumbers":
-        """Of this process's calls with these ``numbers``; None: of all."""
+    def of_calls(
+        cls, data: CalibrationData, numbers: Sequence[int] | None = None, one_of: int = HELD_BACK
+    ) -> "BatchNumbers":
+        """Of this process's calls with these ``numbers``; None: of all. ``one_of`` so many steps is held back."""
         calls, processes = data.calls, data.run.processes
         numbers = range(len(calls or ())) if numbers is None else numbers
         steps = [None if calls is None else calls[number].step for number in numbers]
-        return cls.of(processes, steps, sum(n * processes.size + processes.rank < data.own for n in numbers))
+        written = sum(n * processes.size + processes.rank < data.own for n in numbers)
+        return cls.of(processes, steps, written, one_of)
 
     @classmethod
-    def of(cls, processes: Processes, steps: Sequence[int | None], written: int) -> "BatchNumbers":
+    def of(
+        cls, processes: Processes, steps: Sequence[int | None], written: int, one_of: int = HELD_BACK
+    ) -> "BatchNumbers":
         """``steps``: of each that this process has, None for a batch; ``written``: how many of them the model has
         written."""
         of_ranks = processes.all_gather("the batches to tune by", ([*steps], written))
@@ -62,7 +67,7 @@ class BatchNumbers:
             step = of_ranks[rank][0][place]
             together.setdefault(places[number] if step is None else step, []).append(number)
         own_text = sum(count for _, count in of_ranks)
-        judges = judging(sum(numbers[0] >= own_text for numbers in together.values()))
+        judges = judging(sum(numbers[0] >= own_text for numbers in together.values()), one_of)
         *tuned, begin = [*together.values()][: len(together) - judges + 1]
         return cls(processes, own, tuned, range(begin[0], len(places)))
 

@@ -33,6 +33,7 @@ from modelopt_sparse.reports.text import first_few
 IMAGES = 8  # of a batch, if nobody says how many
 DRAWN_FROM = 8  # of data without a length, so many times the windows asked for are read
 HELD_BACK = 16  # one of so many steps, at least one, only judges
+HELD_BACK_TO_TRY = 4  # the same while ways of tuning are compared, which differ by less than the noise of few rows
 PATCHES = 128  # tokens that an image counts as where steps are cut
 
 
@@ -58,9 +59,9 @@ def samples(args: tuple, kwargs: Mapping[str, Any]) -> int:
     return sizes[0] if sizes else 1
 
 
-def judging(batches: int) -> int:
-    """How many of the user's calibration batches, the last ones, only judge where blocks are tuned."""
-    return max(1, batches // HELD_BACK)
+def judging(steps: int, one_of: int = HELD_BACK) -> int:
+    """How many of the steps of the user's data, the last ones, only judge where blocks are tuned."""
+    return max(1, steps // one_of)
 
 
 def load_calls(config: SparsifyConfig, model: nn.Module) -> list[Call]:
