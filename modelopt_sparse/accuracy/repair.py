@@ -359,7 +359,8 @@ def distill(teacher: Teacher, run: Run) -> None:
     masks = {layer.parameter: dict(named_masks(layer.owner)).get(layer.param) for layer in layers}
     outputs = outputs_of(run.plan.layers)
     chosen = dict(tunable(model, model, masks, vectors=True))
-    batches, by = BatchNumbers.of_calls(teacher.data), run.report.settings.get("divergence")
+    batches = BatchNumbers.of_calls(teacher.data, one_of=HELD_BACK_TO_TRY)
+    by = run.report.settings.get("divergence")
     began = time.perf_counter()
 
     def loss(place: int) -> Tensor:
