@@ -97,6 +97,7 @@ def _known_dtype(name: str) -> str:
 Model = Annotated[str, Argument(metavar="MODEL", help="A folder or a hub name.")]
 Folder = Annotated[Path, Argument(metavar="DIR", help="A folder that sparsify wrote.")]
 SeqLen = Annotated[int | None, Option(help="Tokens per window. Default: 2048, or the model's maximum.")]
+NumSamples = Annotated[int | None, Option(help="Calibration windows. Default: 128.")]
 BatchSize = Annotated[int | None, Option(help="Windows per batch. Default: about 2048 tokens on the CPU, else 8.")]
 Output = Annotated[str | None, Option(help="What counts of the model's output, by name or number. Default: logits.")]
 Divergence = Annotated[str | None, Option(help="kl, squared or bernoulli. Default: kl of logits, else squared.")]
@@ -112,6 +113,11 @@ Progress = Annotated[
     Option("--progress/--no-progress", help="Default: one bar, on a terminal. --progress: every library's bars."),
 ]
 AllRows = Annotated[bool, Option("--all", help="A line for each layer; else equal ones are folded.")]
+Stream = Annotated[
+    bool, Option("--stream", help="Never hold the whole model; started again, go on where it was stopped.")
+]
+Spill = Annotated[bool, Option("--spill", help="With --stream: hold activations in files beside the output folder.")]
+Overwrite = Annotated[bool, Option("--overwrite", help="Replace the model in a folder that is not empty.")]
 Quiet = Annotated[bool, Option("--quiet", help="Print nothing but warnings and errors, unless --json.")]
 Json = Annotated[bool, Option("--json", help="Print JSON on standard output, and nothing else there.")]
 
@@ -146,7 +152,7 @@ def _flags(
         metavar="FILE",
         help="Calibration text: .txt, .jsonl, a folder, a data set NAME[:CONFIG[:SPLIT]], or self.",
     ),
-    num_samples: int | None = Option(None, help="Calibration windows. Default: 128."),
+    num_samples: NumSamples = None,
     seq_len: SeqLen = None,
     batch_size: BatchSize = None,
     include: list[str] | None = Option(None, help="Glob of layers to prune; may be repeated."),
@@ -217,11 +223,9 @@ def sparsify(
         None, "--eval", metavar="FILE", help="Held-out text: perplexity of dense and sparse on it, and KL."
     ),
     dequantize: Dequantize = False,
-    stream: bool = Option(
-        False, "--stream", help="Never hold the whole model; started again, go on where it was stopped."
-    ),
-    spill: bool = Option(False, "--spill", help="With --stream: hold activations in files beside the output folder."),
-    overwrite: bool = Option(False, "--overwrite", help="Replace the model in a folder that is not empty."),
+    stream: Stream = False,
+    spill: Spill = False,
+    overwrite: Overwrite = False,
     html: bool = Option(False, "--html", help="Write the report as a page as well: OUT.html, beside the folder."),
     progress: Progress = None,
     quiet: Quiet = False,
@@ -395,7 +399,7 @@ def shrink(
     ),
     quality: str | None = Option(None, help=f"{', '.join(QUALITIES)}: what repairs the model. Default: refit alone."),
     data: str | None = Option(None, metavar="FILE", help="Calibration text, as for sparsify."),
-    num_samples: int | None = Option(None, help="Calibration windows. Default: 128."),
+    num_samples: NumSamples = None,
     seq_len: SeqLen = None,
     batch_size: BatchSize = None,
     output: Output = None,
@@ -405,40 +409,35 @@ def shrink(
     ),
     device: Device = None,
     show_plan: bool = Option(False, "--plan", help="Show the sizes and what they cost, and stop. Reads no weights."),
-    stream: bool = Option(
-        False, "--stream", help="Never hold the whole model; started again, go on where it was stopped."
-    ),
-    spill: bool = Option(False, "--spill", help="With --stream: hold activations in files beside the output folder."),
-    overwrite: bool = Option(False, "--overwrite", help="Replace the model in a folder that is not empty."),
+    stream: Stream = False,
+    spill: Spill = False,
+    overwrite: Overwrite = False,
     progress: Progress = None,
     as_json: Json = False,
 ) -> None:
     """Make MODEL smaller: fewer MLP channels, experts or blocks. Write a plain folder, for any engine."""
     from modelopt_sparse.cli.inputs import settings_of
     from modelopt_sparse.distributed import rank
-    from modelopt_sparse.plan.shrinking import Asked
     from modelopt_sparse.values import read_yaml
 
     if spill and not stream:
         raise ValueError("--spill goes with --stream")
     numbers = {"mlp": mlp, "blocks": blocks, "experts": experts}
-    sizes = {name: read_yaml(value, f"--{name}") for name, value in numbers.items() if value}
+    sizes: dict[str, Any] = {name: read_yaml(value, f"--{name}") for name, value in numbers.items() if value}
     pairs = [each.partition("=") for each in to or []]
     sizes |= {"to": {key: read_yaml(size, f"--to {key}") for key, _, size in pairs}, "budget": budget}
     sizes = {name: value for name, value in sizes.items() if value}
     flags = {"criterion": criterion, "quality": quality, "data": data, "num_samples": num_samples, "seq_len": seq_len}
-    flags |= {"output": output, "divergence": divergence}
-    settings = settings_of(source, options=options, device=device, batch_size=batch_size, progress=progress, **flags)
+    flags |= {"batch_size": batch_size, "output": output, "divergence": divergence}
+    settings = sizes | settings_of(source, options=options, device=device, progress=progress, **flags)
     settings.pop("method")
-    sizes |= {name: settings.pop(name) for name in Asked._fields if name in settings}
     of_run = {name: value for name, value in settings.items() if name not in ("data", "tokenizer", "progress")}
-    planned = mts.plan_shrink(source.empty(False)[0], **sizes, **of_run)
+    planned = mts.plan_shrink(source.empty(False)[0], **of_run)
     if show_plan:
         typer.echo(planned.to_json() if as_json else planned)
         return
     if out is None or "data" not in settings:
         raise ValueError("shrink needs --out DIR and --data FILE (or --plan, to see the sizes)")
-    settings |= sizes
     where: dict[str, Any] = {"overwrite": overwrite, "spill": spill, "dtype": source.dtype, **source.hub}
     with _kept_blocks_are_said(out) if stream else nullcontext():
         streamed = mts.shrink_checkpoint(source.name, out, **where, **settings) if stream else None
