@@ -248,7 +248,18 @@ def sparsify(
     page = _page_beside(out, overwrite) if html else None
     settings = settings_of(source, **flags, progress=progress)
     held_out = None if eval_data is None else tokens_in(eval_data, source.tokenizer)
-    result = _sparsified(source, settings, out, held_out, dequantize, stream=stream, spill=spill, overwrite=overwrite)
+    method = settings.pop("method")
+    empty, quantized = source.empty(dequantize, read=True)
+    planned = mts.make_plan(empty, method, settings)  # what is wrong is found here, before weights are read
+    if "data" not in settings and (needing := [layer for layer in planned.layers if layer.calibrated]):
+        raise ValueError(f"method {needing[0].recipe!r} needs calibration text: give --data FILE")
+    if stream:
+        more = {"overwrite": overwrite, "spill": spill, "dtype": source.dtype, "dequantize": dequantize, **source.hub}
+        with _kept_blocks_are_said(out, f" of {sum(len(stack.names) for stack in planned.stacks)}"):
+            streamed = mts.sparsify_checkpoint(source.name, out, method, settings, **more)
+        result = streamed if rank() == 0 else None
+    else:
+        result = _sparsified(source, quantized, method, settings, out, held_out, overwrite)
     if result is None:
         return
     if page is not None and rank() == 0:
@@ -275,29 +286,17 @@ def _page_beside(out: Path, overwrite: bool) -> Path:
 
 def _sparsified(
     source: "NamedModel",
+    quantized: Any,
+    method: Any,
     settings: dict[str, Any],
     out: Path,
     held_out: "Tensor | None",
-    dequantize: bool,
-    *,
-    stream: bool,
-    spill: bool,
     overwrite: bool,
 ) -> "mts.Report | None":
-    """Make a model sparse and write it -> the report; None in a process that another one writes for."""
+    """Make a model sparse in memory and write it -> the report; None in a process that another one writes for."""
     from modelopt_sparse.checkpoint.workfolder import locked
     from modelopt_sparse.distributed import rank, while_others_wait
 
-    method = settings.pop("method")
-    empty, quantized = source.empty(dequantize, read=True)
-    planned = mts.make_plan(empty, method, settings)  # what is wrong is found here, before weights are read
-    if "data" not in settings and (needing := [layer for layer in planned.layers if layer.calibrated]):
-        raise ValueError(f"method {needing[0].recipe!r} needs calibration text: give --data FILE")
-    if stream:
-        more = {"overwrite": overwrite, "spill": spill, "dtype": source.dtype, "dequantize": dequantize, **source.hub}
-        with _kept_blocks_are_said(out, f" of {sum(len(stack.names) for stack in planned.stacks)}"):
-            report = mts.sparsify_checkpoint(source.name, out, method, settings, **more)
-        return report if rank() == 0 else None
     with locked(out) if rank() == 0 else nullcontext():
         companions = source.companions()
         network = source.load(quantized=quantized, masks=not settings.get("replace"))

@@ -664,6 +664,11 @@ def _problems(config: SparsifyConfig) -> Iterator[str]:
     sources = [name for name in ("data_loader", "forward_loop", "data") if getattr(config, name) is not None]
     own, loop, images = config.writes_its_data, config.forward_loop is not None, config.processor is not None
     reconstruct, distill, masks = config.reconstruct, config.must_distill, config.masks is not None
+
+    def among(*names: str) -> str:
+        """Those of the options that are given, in words."""
+        return " and ".join(name for name in names if getattr(config, name))
+
     if len(sources) > 1:
         yield f"{' and '.join(sources)} are given: calibration takes one source of data, keep one"
     if own and (images or not config.split_data):
@@ -686,24 +691,20 @@ def _problems(config: SparsifyConfig) -> Iterator[str]:
     if config.self_data not in (0, "auto") and (loop or not config.split_data):
         other = "forward_loop" if loop else "split_data=False"
         yield f"self_data adds text to data that all processes have, and with {other} they have none: leave one out"
-    changing = [name for name in ("polish", "reconstruct", "distill") if getattr(config, name)]
-    if not config.update and changing:
-        what = " and ".join(changing) + ("" if config.quality is None else f" (set by quality={config.quality!r})")
-        yield f"update=False keeps the dense values, which {what} would change: leave one of them out"
+    if not config.update and (changing := among("polish", "reconstruct", "distill")):
+        setter = "" if config.quality is None else f" (set by quality={config.quality!r})"
+        yield f"update=False keeps the dense values, which {changing}{setter} would change: leave one of them out"
     if reconstruct is not None and config.sequential == "none":
         yield "reconstruct tunes a block on what the sparse blocks before it put out: use sequential='block' or 'stage'"
     if distill and not config.enforce:
         yield "distill tunes sparse modules, and enforce=False leaves none: leave one out; export(model) comes after"
     if masks and reconstruct is not None and reconstruct.masks == "move":
         yield "masks= says which weights stay, and reconstruct's masks='move' would choose others"
-    extra = [name for name in ("choices", "runtime", "losses") if getattr(config, name)]
-    if config.budget is None and extra:
-        yield f"{' and '.join(extra)} go with budget=: give one, such as budget='35% zeros'"
+    if config.budget is None and (extra := among("choices", "runtime", "losses")):
+        yield f"{extra} go with budget=: give one, such as budget='35% zeros'"
     if config.budget is not None and loop and not config.budget.optional:
         yield "budget calls the model itself: give data= or data_loader= instead of forward_loop"
     if config.budget is not None and config.budget.unit == "bytes" and config.runtime is None:
         yield "a budget of bytes counts a runtime's files, for a plain folder stores zeros: give runtime='cusparselt'"
-    choosing = [name for name in ("budget", "permute") if getattr(config, name)]
-    if masks and choosing:
-        names = " and ".join(choosing)
-        yield f"masks= says which weights stay, and {names} would choose others; leave one of them out"
+    if masks and (choosing := among("budget", "permute")):
+        yield f"masks= says which weights stay, and {choosing} would choose others; leave one of them out"

@@ -17,8 +17,9 @@ from modelopt_sparse.model.devices import full_name, stored
 from modelopt_sparse.model.layers import Layer, Stack
 from modelopt_sparse.plan.options import SparsifyConfig
 from modelopt_sparse.reports.report import library_versions
-from modelopt_sparse.reports.text import Column, Printed, counted, paragraph, rows_of, sizes_by_place, table
+from modelopt_sparse.reports.text import Column, Printed, counted, paragraph, product_of, rows_of, table
 from modelopt_sparse.reports.values import Skipped
+from modelopt_sparse.values import grouped
 
 # plan -----------------------------------------------------------------------------------------------------------------
 
@@ -130,10 +131,7 @@ class Plan(Printed):
     @property
     def by_block(self) -> dict[str | None, list[LayerPlan]]:
         """The layers of each block that has some, and those outside of the blocks (None)."""
-        blocks: dict[str | None, list[LayerPlan]] = {}
-        for layer_plan in self.layers:
-            blocks.setdefault(layer_plan.block, []).append(layer_plan)
-        return blocks
+        return grouped(self.layers, lambda layer_plan: layer_plan.block)
 
     def as_dict(self) -> dict[str, Any]:
         """The plan in plain values that JSON takes; ``memory`` as "memory_bytes", without the stacks."""
@@ -172,7 +170,7 @@ class Plan(Printed):
         if stay:
             columns = [
                 Column("type", [weight.type for weight in self.skipped], shared=False),
-                Column("shape", [_shape(weight.shape) for weight in self.skipped], shared=False),
+                Column("shape", [product_of(weight.shape) for weight in self.skipped], shared=False),
                 Column("why", [weight.reason for weight in self.skipped], shared=False),
             ]
             parts.append(rows_of("stays dense", stay, columns, names, all_rows=all_rows))
@@ -182,8 +180,11 @@ class Plan(Printed):
 
 def memory_table(places: Mapping[str, Mapping[str, int]], streamed: Mapping[str, Mapping[str, int]]) -> str:
     """The bytes as a table in MiB: where, what lies there, and the sum."""
-    streaming = {f"streaming, {place}": held for place, held in streamed.items()}
-    rows = [(place, part, f"{size / 2**20:,.1f}") for place, part, size in sizes_by_place({**places, **streaming})]
+    rows = []
+    for place, parts in {**places, **{f"streaming, {place}": held for place, held in streamed.items()}}.items():
+        for part, size in {**parts, "in all": sum(parts.values())}.items():
+            rows.append((place, part.replace("_", " "), f"{size / 2**20:,.1f}"))
+            place = ""  # said once
     width = max(len(size) for _, _, size in rows)
     return table(("memory, at most", "", "MiB".rjust(width)), [(*row, size.rjust(width)) for *row, size in rows])
 
@@ -194,16 +195,12 @@ def _columns(layers: Sequence[LayerPlan]) -> list[Column]:
     fits = [[name for name, takes in layer.hardware.items() if takes] for layer in layers]
     return [
         Column("type", [layer.type for layer in layers]),
-        Column("shape", [_shape(layer.shape) for layer in layers]),
+        Column("shape", [product_of(layer.shape) for layer in layers]),
         Column("recipe", [layer.recipe for layer in layers]),
         Column("pattern", [str(layer.pattern) for layer in layers], "levels"),
         Column("fits", [", ".join(names) or "none" for names in fits]),
         Column("options", options, below=True),
     ]
-
-
-def _shape(shape: tuple[int, ...]) -> str:
-    return " x ".join(map(str, shape))
 
 
 def takes_shape(shape: tuple[int, ...]) -> dict[str, bool]:

@@ -204,19 +204,17 @@ def without_others(plan: Plan, reasons: Mapping[str, str], model: nn.Module, con
 def _check_levels(planned: Sequence[LayerPlan], config: SparsifyConfig) -> None:
     """Raise ValueError if a mask that a layer carries, and whose zeros stay, has more of them than the pattern."""
     for each in planned:
-        mask = _present_mask(each.layer, config)
+        mask, pattern, columns = _present_mask(each.layer, config), each.pattern, each.shape[-1]
         zeros = 0 if mask is None else int((~mask).sum())
-        if zeros > _zeros_wanted(each):
-            problem = f"{zeros / each.size:.2%} zeros in the present mask, and pattern {each.pattern} has fewer"
+        # at its level whatever the scope: 50% of each row, rounded, may be more than 50% of the matrix
+        wanted = (
+            pattern.zeros_in(each.shape)
+            if isinstance(pattern, NM)
+            else each.size // columns * math.ceil(Fraction(str(pattern.sparsity)) * columns)
+        )
+        if zeros > wanted:
+            problem = f"{zeros / each.size:.2%} zeros in the present mask, and pattern {pattern} has fewer"
             raise ValueError(f"layer {each.name!r}: {problem}: give one with as many, or replace=True")
-
-
-def _zeros_wanted(layer_plan: LayerPlan) -> int:
-    """By the pattern at its level whatever the scope: 50% of each row, rounded, may be more than 50% of the matrix."""
-    pattern, (*_, columns) = layer_plan.pattern, layer_plan.shape
-    if isinstance(pattern, NM):
-        return pattern.zeros_in(layer_plan.shape)
-    return layer_plan.size // columns * math.ceil(Fraction(str(pattern.sparsity)) * columns)
 
 
 def _present_mask(layer: Layer, config: SparsifyConfig) -> Tensor | None:
