@@ -57,6 +57,7 @@ def estimated(
     # layers outside of the blocks count each by itself, or all as one more block
     largest = _largest(layers, [x.name if x.block is None else x.block for x in planned])
     together = _largest(layers, [x.block for x in planned])
+    in_all = _largest(layers, [None] * len(planned))
     widened = Counter[nn.Module]()  # modules that are held in float32, each for the length of a call
     for layer_plan in planned if widens else ():
         widened[layer_plan.layer.owner] += BYTES_PER_SUM * layer_plan.size
@@ -70,7 +71,7 @@ def estimated(
     if widened:
         memory["layer_in_float32"] = max(widened.values())
     if config.enforce:
-        memory["masks"] = sum(layer["masks"] for layer in layers)
+        memory["masks"] = in_all["masks"]
     if reconstruct is not None:
         copies = RECONSTRUCTION + (reconstruct.masks != "frozen") + 2 * reconstruct.tries
         memory["reconstruction_of_one_block"] = copies * largest["tuned"]
@@ -79,9 +80,9 @@ def estimated(
             memory["fisher_metrics"] = sum(4 * width**2 for width in widths.values())
     if distill is not None:
         logits = LOGITS * max(STEP_TOKENS, window) * getattr(text, "vocab_size", 0) * value
-        memory["distillation"] = sum(layer["states"] for layer in layers) + together["gradients"] + logits
+        memory["distillation"] = in_all["states"] + together["gradients"] + logits
         # the best values so far, and what the dense model's output head was called with
-        memory["distillation_on_the_host"] = sum(layer["best"] for layer in layers) + tokens * hidden
+        memory["distillation_on_the_host"] = in_all["best"] + tokens * hidden
     # held from block to block: what the block before has put out; what blocks are tuned against, and the dense blocks'
     # own outputs if that is these
     copies = 1 if reconstruct is None else 2 if reconstruct.target == "sparse" else 3
@@ -119,11 +120,13 @@ def _streamed(
         batch = min(config.num_samples, windows) * window * of_a_block["batch"]
     # they share it, one after the other: a batch runs through the block, a layer is solved, the block is tuned
     workspace = max(memory["solver_workspace"], memory.get("reconstruction_of_one_block", 0), batch)
-    solving = {"statistics_of_one_block": memory["statistics_of_one_block"], "workspace": workspace}
-    if "routed_tokens_of_one_block" in memory:
-        solving["routed_tokens_of_one_block"] = memory["routed_tokens_of_one_block"]
+
+    def as_above(*parts: str) -> dict[str, int]:
+        return {part: memory[part] for part in parts if part in memory}
+
+    solving = {**as_above("statistics_of_one_block"), "workspace": workspace, **as_above("routed_tokens_of_one_block")}
     host = {"outside_of_the_blocks": outside, "one_block_twice": 2 * largest, "masks_of_one_block": masks}
-    host |= {part: memory[part] for part in ("fisher_metrics", "layer_in_float32") if part in memory}
+    host |= as_above("fisher_metrics", "layer_in_float32")
     if config.device is None or config.device.type == "cpu":
         return {HOST: host | held | solving}
     device = {"one_block": largest, "masks_of_one_block": masks, **solving}

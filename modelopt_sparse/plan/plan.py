@@ -85,6 +85,20 @@ class LayerPlan:
         """Whether the layer holds experts, each of which has an input of its own."""
         return isinstance(self.layer.adapter, RoutedAdapter)
 
+    def as_dict(self) -> dict[str, Any]:
+        """What the plan says of the layer, in plain values that JSON takes."""
+        return {
+            "name": self.name,
+            "type": self.type,
+            "shape": list(self.shape),
+            "block": self.block,
+            "method": self.method.name,
+            "recipe": self.recipe,
+            "pattern": str(self.pattern),
+            "options": dict(self.options),
+            "hardware": self.hardware,
+        }
+
     @property
     def size(self) -> int:
         """How many weights the layer has."""
@@ -135,22 +149,8 @@ class Plan(Printed):
 
     def as_dict(self) -> dict[str, Any]:
         """The plan in plain values that JSON takes; ``memory`` as "memory_bytes", without the stacks."""
-        layers = [
-            {
-                "name": layer_plan.name,
-                "type": layer_plan.type,
-                "shape": list(layer_plan.shape),
-                "block": layer_plan.block,
-                "method": layer_plan.method.name,
-                "recipe": layer_plan.recipe,
-                "pattern": str(layer_plan.pattern),
-                "options": dict(layer_plan.options),
-                "hardware": layer_plan.hardware,
-            }
-            for layer_plan in self.layers
-        ]
         return {
-            "layers": layers,
+            "layers": [layer_plan.as_dict() for layer_plan in self.layers],
             "skipped": [weight.as_dict() for weight in self.skipped],
             "memory_bytes": dict(self.memory),
             "streamed_memory_bytes": {place: dict(parts) for place, parts in self.streamed.items()},
@@ -227,7 +227,9 @@ def started_with(plan: Plan, config: SparsifyConfig) -> dict[str, Any]:
         facts[f"layer {layer['name']}"] = f"{layer['recipe']} {layer['pattern']}{options}"
     # the kind of device: each process may have a GPU of its own
     facts.update(config.settings(), device=str(config.device and config.device.type))
-    facts.update({f"mask {name}": _hash(mask) for name, mask in (config.masks or {}).items()})
+    for name, mask in (config.masks or {}).items():
+        bits = np.packbits(mask.flatten().cpu().numpy(), bitorder="little")  # as a folder holds them
+        facts[f"mask {name}"] = hashlib.sha256(bits.tobytes()).hexdigest()
     return facts | {f"version of {name}": version for name, version in library_versions().items()}
 
 
@@ -261,8 +263,3 @@ def checksum(values: Tensor) -> str:
     sums = rows.contiguous().view(INTEGER_OF_SIZE[values.element_size()]).sum(-1, dtype=torch.int64)
     weights = torch.arange(1, 2 * len(sums), 2, dtype=torch.int64, device=sums.device)
     return f"{described}, checksum {int((sums * weights).sum()) & (2**64 - 1):016x}"
-
-
-def _hash(mask: Tensor) -> str:
-    """SHA-256 of the bits, packed as a folder holds them."""
-    return hashlib.sha256(np.packbits(mask.flatten().cpu().numpy(), bitorder="little").tobytes()).hexdigest()
