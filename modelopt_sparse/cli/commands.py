@@ -361,7 +361,7 @@ def plan(
         planned = mts.make_plan(empty, settings.pop("method"), settings)
         if quantized is not None:
             planned = replace(planned, notes=(*planned.notes, str(quantized)))
-    typer.echo(planned.to_json() if as_json else planned.text(all_rows=all_rows))
+    _show(planned, as_json, all_rows=all_rows)
 
 
 @command
@@ -379,7 +379,7 @@ def budget(
     if "data" not in settings:
         raise ValueError("losses of layers are measured on calibration text: give --data FILE")
     curve = mts.budget_curve(source.load(), settings.pop("method"), **settings)
-    typer.echo(curve.to_json() if as_json else curve.text(all_rows=all_rows))
+    _show(curve, as_json, all_rows=all_rows)
 
 
 @command
@@ -433,7 +433,7 @@ def shrink(
     of_run = {name: value for name, value in settings.items() if name not in ("data", "tokenizer", "progress")}
     planned = mts.plan_shrink(source.empty(False)[0], **of_run)
     if show_plan:
-        typer.echo(planned.to_json() if as_json else planned)
+        _show(planned, as_json)
         return
     if out is None or "data" not in settings:
         raise ValueError("shrink needs --out DIR and --data FILE (or --plan, to see the sizes)")
@@ -442,7 +442,7 @@ def shrink(
         streamed = mts.shrink_checkpoint(source.name, out, **where, **settings) if stream else None
     result = streamed or _shrunk(source, settings, out, overwrite)
     if rank() == 0:
-        typer.echo(result.to_json() if as_json else f"{result}\n\nWritten to {out}.")
+        _show(result, as_json, f"\n\nWritten to {out}.")
 
 
 def _shrunk(source: "NamedModel", settings: dict[str, Any], out: Path, overwrite: bool) -> "mts.Report":
@@ -557,10 +557,10 @@ def report(
         else:
             titles = folder.resolve().name, compare.resolve().name
             result.to_html(html, title=titles[0], compare=mts.report(compare), compare_title=titles[1])
-    if as_json:
-        typer.echo(result.to_json())
+    if as_json or html is None:
+        _show(result, as_json, all_rows=all_rows)
     else:
-        typer.echo(result.text(all_rows=all_rows) if html is None else f"Written to {html}.")
+        typer.echo(f"Written to {html}.")
 
 
 @command
@@ -579,7 +579,7 @@ def speed(
     settings = {"tune": tuple(map(int, counts))}
     more = {"dtype": dtype, "device_map": device, "trust_remote_code": trust_remote_code}
     result = mts.semi_structured_report(mts.load(folder, semi_structured=settings, **more))
-    typer.echo(result.to_json() if as_json else result)
+    _show(result, as_json)
 
 
 @command
@@ -613,8 +613,7 @@ def sparse_ift(
     place.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
         (place / name).write_text(text, encoding="utf-8")
-    written = f"\n\nWritten to {out}: {', '.join(files)}."
-    typer.echo(ift.plan.to_json() if as_json else ift.plan.text(all_rows=all_rows) + written)
+    _show(ift.plan, as_json, f"\n\nWritten to {out}: {', '.join(files)}.", all_rows=all_rows)
 
 
 @command
@@ -627,6 +626,11 @@ def finalize(
         raise ValueError(f"--output: there is no folder {str(destination.parent)!r}: make it first")
     masks, count = mts.training.finalize(marked, destination)
     typer.echo(f"{len(masks)} of {count} tensors held pruned weights. Written to {destination}.")
+
+
+def _show(value: Any, as_json: bool, more: str = "", *, all_rows: bool = False) -> None:
+    """Print a report or a plan, and under its text ``more``."""
+    typer.echo(value.to_json() if as_json else value.text(all_rows=all_rows) + more)
 
 
 def _print_json(value: Any) -> None:
