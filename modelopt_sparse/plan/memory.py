@@ -56,8 +56,7 @@ def estimated(
         tokens = 0 if config.data_loader is not None else config.num_samples * window
     # layers outside of the blocks count each by itself, or all as one more block
     largest = _largest(layers, [x.name if x.block is None else x.block for x in planned])
-    together = _largest(layers, [x.block for x in planned])
-    in_all = _largest(layers, [None] * len(planned))
+    together, in_all = _largest(layers, [x.block for x in planned]), _largest(layers, [None] * len(planned))
     widened = Counter[nn.Module]()  # modules that are held in float32, each for the length of a call
     for layer_plan in planned if widens else ():
         widened[layer_plan.layer.owner] += BYTES_PER_SUM * layer_plan.size
@@ -83,10 +82,7 @@ def estimated(
         memory["distillation"] = in_all["states"] + together["gradients"] + logits
         # the best values so far, and what the dense model's output head was called with
         memory["distillation_on_the_host"] = in_all["best"] + tokens * hidden
-    # held from block to block: what the block before has put out; what blocks are tuned against, and the dense blocks'
-    # own outputs if that is these
-    copies = 1 if reconstruct is None else 2 if reconstruct.target == "sparse" else 3
-    activations = copies * hidden if calibrated else 0
+    activations = activation_copies(config) * hidden if calibrated else 0
     for part, of_token in {"routed_tokens_of_one_block": largest["routed"], "cached_activations": activations}.items():
         if tokens and of_token:
             memory[part] = tokens * of_token
@@ -180,6 +176,14 @@ def tight(plan: Plan, config: SparsifyConfig) -> str | None:
             sizes = f"takes {most:,} bytes at most on {name}, where {max(free, 0):,.0f} are free"
             return f"this run {sizes}: free some, exclude the largest layers, or use a method without Gram matrices"
     return None
+
+
+def activation_copies(config: SparsifyConfig) -> int:
+    """How many copies of the calibration data's activations are held from block to block: what the block before has put
+    out; what blocks are tuned against, and the dense blocks' own outputs if that is these."""
+    if config.reconstruct is None:
+        return 1
+    return 2 if config.reconstruct.target == "sparse" else 3
 
 
 # parts ----------------------------------------------------------------------------------------------------------------
