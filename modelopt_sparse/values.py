@@ -2,7 +2,7 @@
 
 import re
 import reprlib
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import fields
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
@@ -88,9 +88,10 @@ def check_flag(name: str, value: Any) -> None:
         raise ValueError(f"{name}={shown(value)}: must be True or False")
 
 
-def check_options(options: Any, where: str = "", least: Mapping[str, int | None] | None = None) -> None:
+def check_options(options: Any, where: str = "") -> None:
     """Raise ValueError unless every option of a dataclass is what its type says, if that is a whole number, True or
-    False, or one of a Literal's values. ``where`` begins names; ``least``: option -> its smallest number, else 1."""
+    False, or one of a Literal's values. ``where`` begins names. Metadata of a field: ``least``, its
+    smallest number, 1 without."""
     for option in fields(options):
         name, kind, value = f"{where}{option.name}", option.type, getattr(options, option.name)
         if get_origin(kind) is Literal:
@@ -98,7 +99,7 @@ def check_options(options: Any, where: str = "", least: Mapping[str, int | None]
         elif value is None and type(None) in get_args(kind):
             continue
         elif kind in (int, int | None):
-            check_whole(name, value, (least or {}).get(option.name, 1))
+            check_whole(name, value, option.metadata.get("least", 1))
         elif kind in (bool, bool | None):
             check_flag(name, value)
 

@@ -97,6 +97,7 @@ def _known_dtype(name: str) -> str:
 Model = Annotated[str, Argument(metavar="MODEL", help="A folder or a hub name.")]
 Folder = Annotated[Path, Argument(metavar="DIR", help="A folder that sparsify wrote.")]
 SeqLen = Annotated[int | None, Option(help="Tokens per window. Default: 2048, or the model's maximum.")]
+NumSamples = Annotated[int | None, Option(help="Calibration windows. Default: 128.")]
 BatchSize = Annotated[int | None, Option(help="Windows per batch. Default: about 2048 tokens on the CPU, else 8.")]
 Output = Annotated[str | None, Option(help="What counts of the model's output, by name or number. Default: logits.")]
 Divergence = Annotated[str | None, Option(help="kl, squared or bernoulli. Default: kl of logits, else squared.")]
@@ -112,6 +113,11 @@ Progress = Annotated[
     Option("--progress/--no-progress", help="Default: one bar, on a terminal. --progress: every library's bars."),
 ]
 AllRows = Annotated[bool, Option("--all", help="A line for each layer; else equal ones are folded.")]
+Stream = Annotated[
+    bool, Option("--stream", help="Never hold the whole model; started again, go on where it was stopped.")
+]
+Spill = Annotated[bool, Option("--spill", help="With --stream: hold activations in files beside the output folder.")]
+Overwrite = Annotated[bool, Option("--overwrite", help="Replace the model in a folder that is not empty.")]
 Quiet = Annotated[bool, Option("--quiet", help="Print nothing but warnings and errors, unless --json.")]
 Json = Annotated[bool, Option("--json", help="Print JSON on standard output, and nothing else there.")]
 
@@ -146,7 +152,7 @@ def _flags(
         metavar="FILE",
         help="Calibration text: .txt, .jsonl, a folder, a data set NAME[:CONFIG[:SPLIT]], or self.",
     ),
-    num_samples: int | None = Option(None, help="Calibration windows. Default: 128."),
+    num_samples: NumSamples = None,
     seq_len: SeqLen = None,
     batch_size: BatchSize = None,
     include: list[str] | None = Option(None, help="Glob of layers to prune; may be repeated."),
@@ -217,11 +223,9 @@ def sparsify(
         None, "--eval", metavar="FILE", help="Held-out text: perplexity of dense and sparse on it, and KL."
     ),
     dequantize: Dequantize = False,
-    stream: bool = Option(
-        False, "--stream", help="Never hold the whole model; started again, go on where it was stopped."
-    ),
-    spill: bool = Option(False, "--spill", help="With --stream: hold activations in files beside the output folder."),
-    overwrite: bool = Option(False, "--overwrite", help="Replace the model in a folder that is not empty."),
+    stream: Stream = False,
+    spill: Spill = False,
+    overwrite: Overwrite = False,
     html: bool = Option(False, "--html", help="Write the report as a page as well: OUT.html, beside the folder."),
     progress: Progress = None,
     quiet: Quiet = False,
@@ -244,7 +248,18 @@ def sparsify(
     page = _page_beside(out, overwrite) if html else None
     settings = settings_of(source, **flags, progress=progress)
     held_out = None if eval_data is None else tokens_in(eval_data, source.tokenizer)
-    result = _sparsified(source, settings, out, held_out, dequantize, stream=stream, spill=spill, overwrite=overwrite)
+    method = settings.pop("method")
+    empty, quantized = source.empty(dequantize, read=True)
+    planned = mts.make_plan(empty, method, settings)  # what is wrong is found here, before weights are read
+    if "data" not in settings and (needing := [layer for layer in planned.layers if layer.calibrated]):
+        raise ValueError(f"method {needing[0].recipe!r} needs calibration text: give --data FILE")
+    if stream:
+        more = {"overwrite": overwrite, "spill": spill, "dtype": source.dtype, "dequantize": dequantize, **source.hub}
+        with _kept_blocks_are_said(out, f" of {sum(len(stack.names) for stack in planned.stacks)}"):
+            streamed = mts.sparsify_checkpoint(source.name, out, method, settings, **more)
+        result = streamed if rank() == 0 else None
+    else:
+        result = _sparsified(source, quantized, method, settings, out, held_out, overwrite)
     if result is None:
         return
     if page is not None and rank() == 0:
@@ -271,29 +286,17 @@ def _page_beside(out: Path, overwrite: bool) -> Path:
 
 def _sparsified(
     source: "NamedModel",
+    quantized: Any,
+    method: Any,
     settings: dict[str, Any],
     out: Path,
     held_out: "Tensor | None",
-    dequantize: bool,
-    *,
-    stream: bool,
-    spill: bool,
     overwrite: bool,
 ) -> "mts.Report | None":
-    """Make a model sparse and write it -> the report; None in a process that another one writes for."""
+    """Make a model sparse in memory and write it -> the report; None in a process that another one writes for."""
     from modelopt_sparse.checkpoint.workfolder import locked
     from modelopt_sparse.distributed import rank, while_others_wait
 
-    method = settings.pop("method")
-    empty, quantized = source.empty(dequantize, read=True)
-    planned = mts.make_plan(empty, method, settings)  # what is wrong is found here, before weights are read
-    if "data" not in settings and (needing := [layer for layer in planned.layers if layer.calibrated]):
-        raise ValueError(f"method {needing[0].recipe!r} needs calibration text: give --data FILE")
-    if stream:
-        more = {"overwrite": overwrite, "spill": spill, "dtype": source.dtype, "dequantize": dequantize, **source.hub}
-        with _kept_blocks_are_said(out, f" of {sum(len(stack.names) for stack in planned.stacks)}"):
-            report = mts.sparsify_checkpoint(source.name, out, method, settings, **more)
-        return report if rank() == 0 else None
     with locked(out) if rank() == 0 else nullcontext():
         companions = source.companions()
         network = source.load(quantized=quantized, masks=not settings.get("replace"))
@@ -358,7 +361,7 @@ def plan(
         planned = mts.make_plan(empty, settings.pop("method"), settings)
         if quantized is not None:
             planned = replace(planned, notes=(*planned.notes, str(quantized)))
-    typer.echo(planned.to_json() if as_json else planned.text(all_rows=all_rows))
+    _show(planned, as_json, all_rows=all_rows)
 
 
 @command
@@ -376,7 +379,7 @@ def budget(
     if "data" not in settings:
         raise ValueError("losses of layers are measured on calibration text: give --data FILE")
     curve = mts.budget_curve(source.load(), settings.pop("method"), **settings)
-    typer.echo(curve.to_json() if as_json else curve.text(all_rows=all_rows))
+    _show(curve, as_json, all_rows=all_rows)
 
 
 @command
@@ -395,7 +398,7 @@ def shrink(
     ),
     quality: str | None = Option(None, help=f"{', '.join(QUALITIES)}: what repairs the model. Default: refit alone."),
     data: str | None = Option(None, metavar="FILE", help="Calibration text, as for sparsify."),
-    num_samples: int | None = Option(None, help="Calibration windows. Default: 128."),
+    num_samples: NumSamples = None,
     seq_len: SeqLen = None,
     batch_size: BatchSize = None,
     output: Output = None,
@@ -405,46 +408,41 @@ def shrink(
     ),
     device: Device = None,
     show_plan: bool = Option(False, "--plan", help="Show the sizes and what they cost, and stop. Reads no weights."),
-    stream: bool = Option(
-        False, "--stream", help="Never hold the whole model; started again, go on where it was stopped."
-    ),
-    spill: bool = Option(False, "--spill", help="With --stream: hold activations in files beside the output folder."),
-    overwrite: bool = Option(False, "--overwrite", help="Replace the model in a folder that is not empty."),
+    stream: Stream = False,
+    spill: Spill = False,
+    overwrite: Overwrite = False,
     progress: Progress = None,
     as_json: Json = False,
 ) -> None:
     """Make MODEL smaller: fewer MLP channels, experts or blocks. Write a plain folder, for any engine."""
     from modelopt_sparse.cli.inputs import settings_of
     from modelopt_sparse.distributed import rank
-    from modelopt_sparse.shrinking.sizes import ShrinkRequest
     from modelopt_sparse.values import read_yaml
 
     if spill and not stream:
         raise ValueError("--spill goes with --stream")
     numbers = {"mlp": mlp, "blocks": blocks, "experts": experts}
-    sizes = {name: read_yaml(value, f"--{name}") for name, value in numbers.items() if value}
+    sizes: dict[str, Any] = {name: read_yaml(value, f"--{name}") for name, value in numbers.items() if value}
     pairs = [each.partition("=") for each in to or []]
     sizes |= {"to": {key: read_yaml(size, f"--to {key}") for key, _, size in pairs}, "budget": budget}
     sizes = {name: value for name, value in sizes.items() if value}
     flags = {"criterion": criterion, "quality": quality, "data": data, "num_samples": num_samples, "seq_len": seq_len}
-    flags |= {"output": output, "divergence": divergence}
-    settings = settings_of(source, options=options, device=device, batch_size=batch_size, progress=progress, **flags)
+    flags |= {"batch_size": batch_size, "output": output, "divergence": divergence}
+    settings = sizes | settings_of(source, options=options, device=device, progress=progress, **flags)
     settings.pop("method")
-    sizes |= {name: settings.pop(name) for name in ShrinkRequest._fields if name in settings}
     of_run = {name: value for name, value in settings.items() if name not in ("data", "tokenizer", "progress")}
-    planned = mts.plan_shrink(source.empty(False)[0], **sizes, **of_run)
+    planned = mts.plan_shrink(source.empty(False)[0], **of_run)
     if show_plan:
-        typer.echo(planned.to_json() if as_json else planned)
+        _show(planned, as_json)
         return
     if out is None or "data" not in settings:
         raise ValueError("shrink needs --out DIR and --data FILE (or --plan, to see the sizes)")
-    settings |= sizes
     where: dict[str, Any] = {"overwrite": overwrite, "spill": spill, "dtype": source.dtype, **source.hub}
     with _kept_blocks_are_said(out) if stream else nullcontext():
         streamed = mts.shrink_checkpoint(source.name, out, **where, **settings) if stream else None
     result = streamed or _shrunk(source, settings, out, overwrite)
     if rank() == 0:
-        typer.echo(result.to_json() if as_json else f"{result}\n\nWritten to {out}.")
+        _show(result, as_json, f"\n\nWritten to {out}.")
 
 
 def _shrunk(source: "NamedModel", settings: dict[str, Any], out: Path, overwrite: bool) -> "mts.Report":
@@ -559,10 +557,10 @@ def report(
         else:
             titles = folder.resolve().name, compare.resolve().name
             result.to_html(html, title=titles[0], compare=mts.report(compare), compare_title=titles[1])
-    if as_json:
-        typer.echo(result.to_json())
+    if as_json or html is None:
+        _show(result, as_json, all_rows=all_rows)
     else:
-        typer.echo(result.text(all_rows=all_rows) if html is None else f"Written to {html}.")
+        typer.echo(f"Written to {html}.")
 
 
 @command
@@ -581,7 +579,7 @@ def speed(
     settings = {"tune": tuple(map(int, counts))}
     more = {"dtype": dtype, "device_map": device, "trust_remote_code": trust_remote_code}
     result = mts.semi_structured_report(mts.load(folder, semi_structured=settings, **more))
-    typer.echo(result.to_json() if as_json else result)
+    _show(result, as_json)
 
 
 @command
@@ -615,8 +613,7 @@ def sparse_ift(
     place.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
         (place / name).write_text(text, encoding="utf-8")
-    written = f"\n\nWritten to {out}: {', '.join(files)}."
-    typer.echo(ift.plan.to_json() if as_json else ift.plan.text(all_rows=all_rows) + written)
+    _show(ift.plan, as_json, f"\n\nWritten to {out}: {', '.join(files)}.", all_rows=all_rows)
 
 
 @command
@@ -629,6 +626,11 @@ def finalize(
         raise ValueError(f"--output: there is no folder {str(destination.parent)!r}: make it first")
     masks, count = mts.training.finalize(marked, destination)
     typer.echo(f"{len(masks)} of {count} tensors held pruned weights. Written to {destination}.")
+
+
+def _show(value: Any, as_json: bool, more: str = "", *, all_rows: bool = False) -> None:
+    """Print a report or a plan, and under its text ``more``."""
+    typer.echo(value.to_json() if as_json else value.text(all_rows=all_rows) + more)
 
 
 def _print_json(value: Any) -> None:

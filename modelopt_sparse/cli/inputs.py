@@ -2,7 +2,6 @@
 
 import json
 import warnings
-from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -165,10 +164,9 @@ class NamedModel:
     def companions(self) -> list[Any]:
         """The model's tokenizer (with its chat template) and processor, where it has them."""
         companions = []
-        loaders: list[Callable[..., Any]] = [AutoTokenizer.from_pretrained, AutoProcessor.from_pretrained]
-        for loader in loaders:
+        for kind in (AutoTokenizer, AutoProcessor):
             try:
-                companions.append(loader(self.name, **self.hub))
+                companions.append(kind.from_pretrained(self.name, **self.hub))
             except (OSError, ValueError, KeyError):
                 continue
             except ImportError as error:

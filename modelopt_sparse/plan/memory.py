@@ -7,7 +7,7 @@ from itertools import accumulate
 import torch
 from torch import nn
 
-from modelopt_sparse.model.adapters import CONV, UP, RoutedAdapter
+from modelopt_sparse.model.adapters import CONV, UP
 from modelopt_sparse.model.devices import bytes_of, input_device
 from modelopt_sparse.model.hf import default_seq_len, text_config_of, writes_text
 from modelopt_sparse.model.layers import Stack
@@ -56,7 +56,7 @@ def estimated(
         tokens = 0 if config.data_loader is not None else config.num_samples * window
     # layers outside of the blocks count each by itself, or all as one more block
     largest = _largest(layers, [x.name if x.block is None else x.block for x in planned])
-    together = _largest(layers, [x.block for x in planned])
+    together, in_all = _largest(layers, [x.block for x in planned]), _largest(layers, [None] * len(planned))
     widened = Counter[nn.Module]()  # modules that are held in float32, each for the length of a call
     for layer_plan in planned if widens else ():
         widened[layer_plan.layer.owner] += BYTES_PER_SUM * layer_plan.size
@@ -70,7 +70,7 @@ def estimated(
     if widened:
         memory["layer_in_float32"] = max(widened.values())
     if config.enforce:
-        memory["masks"] = sum(layer["masks"] for layer in layers)
+        memory["masks"] = in_all["masks"]
     if reconstruct is not None:
         copies = RECONSTRUCTION + (reconstruct.masks != "frozen") + 2 * reconstruct.tries
         memory["reconstruction_of_one_block"] = copies * largest["tuned"]
@@ -79,9 +79,9 @@ def estimated(
             memory["fisher_metrics"] = sum(4 * width**2 for width in widths.values())
     if distill is not None:
         logits = LOGITS * max(STEP_TOKENS, window) * getattr(text, "vocab_size", 0) * value
-        memory["distillation"] = sum(layer["states"] for layer in layers) + together["gradients"] + logits
+        memory["distillation"] = in_all["states"] + together["gradients"] + logits
         # the best values so far, and what the dense model's output head was called with
-        memory["distillation_on_the_host"] = sum(layer["best"] for layer in layers) + tokens * hidden
+        memory["distillation_on_the_host"] = in_all["best"] + tokens * hidden
     activations = activation_copies(config) * hidden if calibrated else 0
     for part, of_token in {"routed_tokens_of_one_block": largest["routed"], "cached_activations": activations}.items():
         if tokens and of_token:
@@ -116,11 +116,13 @@ def _streamed(
         batch = min(config.num_samples, windows) * window * of_a_block["batch"]
     # they share it, one after the other: a batch runs through the block, a layer is solved, the block is tuned
     workspace = max(memory["solver_workspace"], memory.get("reconstruction_of_one_block", 0), batch)
-    solving = {"statistics_of_one_block": memory["statistics_of_one_block"], "workspace": workspace}
-    if "routed_tokens_of_one_block" in memory:
-        solving["routed_tokens_of_one_block"] = memory["routed_tokens_of_one_block"]
+
+    def as_above(*parts: str) -> dict[str, int]:
+        return {part: memory[part] for part in parts if part in memory}
+
+    solving = {**as_above("statistics_of_one_block"), "workspace": workspace, **as_above("routed_tokens_of_one_block")}
     host = {"outside_of_the_blocks": outside, "one_block_twice": 2 * largest, "masks_of_one_block": masks}
-    host |= {part: memory[part] for part in ("fisher_metrics", "layer_in_float32") if part in memory}
+    host |= as_above("fisher_metrics", "layer_in_float32")
     if config.device is None or config.device.type == "cpu":
         return {HOST: host | held | solving}
     device = {"one_block": largest, "masks_of_one_block": masks, **solving}
@@ -132,7 +134,7 @@ def experts_at_once(layer_plan: LayerPlan, config: SparsifyConfig) -> int | None
 
     Raises ValueError if not even one fits.
     """
-    if config.memory_limit is None or not isinstance(layer_plan.layer.adapter, RoutedAdapter):
+    if config.memory_limit is None or not layer_plan.routed:
         return None
     each = sum(_of_a_matrix(layer_plan))
     if each > config.memory_limit:
@@ -149,12 +151,16 @@ def experts_per_token(model: nn.Module) -> int | None:
 
 
 def lacking(plan: Plan, config: SparsifyConfig) -> str | None:
-    """Which layers need more at once than there is on their device, whatever else is freed, and what to do."""
+    """Which layers need more at once than there is on their device, whatever else is freed and however small their
+    pieces, and what to do: room for the sums of their inputs, and beside those of a matrix for what `sparsegpt`, `alps`
+    and polish make of them: the damped Gram matrix, and two more on the way to its factor, or to the scaled one."""
     short = []
     for layer_plan in plan.layers:
         place = config.device or input_device(layer_plan.layer.owner)
-        least, (most, _) = _least(layer_plan), bytes_of(place)
-        if least > most:
+        solver = layer_plan.choices or "polish" in layer_plan.steps or layer_plan.method.name in ("sparsegpt", "alps")
+        apart = layer_plan.layer.adapter is CONV or (layer_plan.routed and layer_plan.at_once is None)
+        least = _of_a_matrix(layer_plan)[0] * ((3 if solver else 0) + (layer_plan.matrices if apart else 1))
+        if least > (most := bytes_of(place)[0]):
             short.append(f"{layer_plan.name} takes {least:,} bytes at once, {place} has {most:,.0f}")
     advice = "exclude such layers, or give them a method without Gram matrices: rules={'NAME': {'method': 'wanda'}}"
     return f"more memory than there is for {len(short)} layers: {first_few(short)}: {advice}" if short else None
@@ -170,16 +176,6 @@ def tight(plan: Plan, config: SparsifyConfig) -> str | None:
             sizes = f"takes {most:,} bytes at most on {name}, where {max(free, 0):,.0f} are free"
             return f"this run {sizes}: free some, exclude the largest layers, or use a method without Gram matrices"
     return None
-
-
-def _least(layer_plan: LayerPlan) -> int:
-    """Bytes that a layer takes at one moment, however small its pieces: the sums of its inputs, and beside those of a
-    matrix what `sparsegpt`, `alps` and polish make of them: the damped Gram matrix, and two more on the way to its
-    factor, or to the scaled one."""
-    statistics, _ = _of_a_matrix(layer_plan)
-    solver = layer_plan.choices or "polish" in layer_plan.steps or layer_plan.method.name in ("sparsegpt", "alps")
-    apart = layer_plan.layer.adapter is CONV or (layer_plan.routed and layer_plan.at_once is None)
-    return statistics * ((3 if solver else 0) + (layer_plan.matrices if apart else 1))
 
 
 def activation_copies(config: SparsifyConfig) -> int:
@@ -206,7 +202,7 @@ def _of_layer(layer_plan: LayerPlan, config: SparsifyConfig, said: int | None, *
         if _needs(layer_plan) == "gram":
             routed = (1 if layer.adapter is UP else said or matrices) * columns * value
     # a token goes through all matrices, or through some of the experts
-    through = said or matrices if isinstance(layer.adapter, RoutedAdapter) else matrices
+    through = said or matrices if layer_plan.routed else matrices
     remaining = round(size * (1 - layer_plan.pattern.sparsity))
     moment = 2 if config.distill is not None and config.distill.moments == "bfloat16" else number
     return {
@@ -232,7 +228,7 @@ def _of_choice(
     layer, (*_, rows, columns) = {**layer, "statistics": 0, "workspace": 0, "routed": 0}, layer_plan.shape
     if layer_plan.name not in takers:
         return layer
-    if not isinstance(layer_plan.layer.adapter, RoutedAdapter):
+    if not layer_plan.routed:
         layer["statistics"] = 2 * BYTES_PER_SUM * columns**2  # what is fitted to and what judges, apart
         layer["workspace"] = CHOICE_GRAMS * columns**2 + CHOICE_WEIGHTS * layer_plan.size
         return layer

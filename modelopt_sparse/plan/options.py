@@ -6,6 +6,7 @@ import fnmatch
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -271,15 +272,38 @@ class Distill:
 Tuning = TypeVar("Tuning", Reconstruct, Distill)
 
 
-def _parse_tuning(name: str, make: type[Tuning], value: Any) -> Tuning | None:
-    """The option ``name`` as users write it: True, False, a number of epochs, or a mapping."""
-    if value is None or value is False:
+# from what the user writes to what an option holds --------------------------------------------------------------------
+
+
+POLISH = 30  # iterations of polish=True
+ALWAYS, OF_TEXT = "always", "text"  # when a report names an option
+
+
+def option(default: Any, parse: Callable[[Any], Any] | None = None, **more: Any) -> Any:
+    """A field of `SparsifyConfig`.
+
+    parse: from what the user writes to what the option holds; None, where it is the default, stays.
+    reported: ALWAYS, or OF_TEXT: where the data is text. Without it reports do not name the option.
+    least: the smallest of whole numbers, if it is not 1; None: any.
+    """
+    return field(default=default, metadata={"parse": parse, **more})
+
+
+def reported(default: Any, parse: Callable[[Any], Any] | None = None, **more: Any) -> Any:
+    """The same, always reported."""
+    return option(default, parse, reported=ALWAYS, **more)
+
+
+def _parse_tuning(make: type[Tuning], value: Any) -> Tuning | None:
+    """An option of the name of ``make`` as users write it: True, False, a number of epochs, or a mapping."""
+    name = make.__name__.lower()
+    if value is False:
         return None
     if isinstance(value, make):
         return value
     if value == AUTO and make is Distill:
         tuning = make()
-        object.__setattr__(tuning, "optional", True)
+        vars(tuning)["optional"] = True
         return tuning
     if isinstance(value, int):
         return make() if value is True else make(epochs=value)
@@ -289,10 +313,48 @@ def _parse_tuning(name: str, make: type[Tuning], value: Any) -> Tuning | None:
     return make(**value)
 
 
+def _iterations(value: Any) -> Any:
+    return (POLISH if value else 0) if isinstance(value, bool | None) else value
+
+
+def _masks(value: Any) -> dict[str, torch.Tensor]:
+    if not isinstance(value, Mapping) or not value:
+        raise TypeError(f"masks is a {type(value).__name__}: give a mapping of parameter names to masks")
+    for name, mask in value.items():
+        if not isinstance(name, str) or not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool:
+            raise TypeError(f"masks[{name!r}] must be a torch.bool tensor, True = kept, under a parameter's name")
+    return dict(value)
+
+
+def _globs(key: str, value: Any) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    globs = (value,) if isinstance(value, str) or not isinstance(value, Iterable) else tuple(value)
+    if not all(isinstance(glob, str) for glob in globs):
+        raise TypeError(f"{key}={shown(value)}: give a glob of layer names, or a list of them")
+    return globs
+
+
+def _bytes(value: Any) -> Any:
+    try:
+        return convert_file_size_to_int(value) if isinstance(value, str) else value
+    except ValueError:
+        raise ValueError(f"memory_limit={shown(value)}: give bytes, or a number with a unit, such as '16GB'") from None
+
+
+def _dtype_name(value: Any) -> Any:
+    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
+
+
+def _device(value: Any) -> torch.device:
+    try:
+        return torch.device(value)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"device {shown(value)} is not known: {error}") from None
+
+
 # config ---------------------------------------------------------------------------------------------------------------
 
-LEAST = {"polish": 0, "seed": None}  # of options that are whole numbers; of all others it is 1
-TRUE_MEANS = {"polish": 30}  # iterations
 DEFAULT_PATTERN = "2:4"
 DATA_SET = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?(:[^:\s]*(:\S+)?)?")  # NAME[:CONFIG[:SPLIT]]
 FILES = (".txt", ".jsonl")
@@ -313,13 +375,6 @@ ELSEWHERE = {
     "export_config": "it to mts.shrink, as to=: a smaller model",
 }
 OWN_WINDOWS = 3  # written by the model for each of the user's, with self_data="auto"
-# the options in a report; those of the second line only where the data is text
-REPORTED = (
-    *("replace", "sequential", "enforce", "seed", "count_padding", "min_tokens", "experts", "memory_limit"),
-    *("self_data", "quality", "permute", "update", "polish", "reconstruct", "distill"),
-    *("budget", "choices", "runtime", "autocast", "float32_products"),
-)
-REPORTED_OF_TEXT = ("num_samples", "seq_len", "batch_size")
 OF_OUTPUT = ("output", "divergence")  # in a report where they are set
 
 
@@ -412,64 +467,69 @@ class SparsifyConfig:
         and so on; False: what each gives is its share. A forward_loop always is.
     """
 
-    pattern: Pattern = field(default_factory=lambda: parse_pattern(DEFAULT_PATTERN))
-    include: tuple[str, ...] | None = None
-    exclude: tuple[str, ...] = ()
-    rules: tuple[Rule, ...] = ()
-    masks: Mapping[str, torch.Tensor] | None = None
-    replace: bool = False
+    # in the order of reports
+    pattern: Pattern = option(DEFAULT_PATTERN, parse_pattern)
+    include: tuple[str, ...] | None = option(None, partial(_globs, "include"))
+    exclude: tuple[str, ...] = option((), partial(_globs, "exclude"))
+    rules: tuple[Rule, ...] = option((), lambda x: parse_rules(x or ()))
+    masks: Mapping[str, torch.Tensor] | None = option(None, _masks)
     hardware_only: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
     data_loader: Iterable[Any] | None = None
     collect_func: Callable[[Any], Any] | None = None
     forward_loop: Callable[[torch.nn.Module], Any] | None = None
     max_batches: int | None = None
-    data: Any = None
+    data: Any = option(None, lambda x: Stream(x) if isinstance(x, Iterator) else x)  # it may be read twice
     tokenizer: Any = None
     processor: Any = None
-    num_samples: int = 128
-    seq_len: int | None = None
-    batch_size: int | None = None
-    self_data: int | str = 0
-    count_padding: bool = False
-    min_tokens: int = 128
-    experts: Literal["pool", "all_tokens", "weight_only"] = "pool"
-    memory_limit: int | None = None
-    sequential: Literal["block", "stage", "none"] = "block"
-    permute: bool = False
-    update: bool = True
-    polish: int = 0
-    reconstruct: Reconstruct | None = None
-    distill: Distill | None = None
-    budget: Budget | None = None
-    choices: tuple[Pattern | None, ...] | None = None
-    runtime: Literal["cusparselt", "cutlass", None] = None
-    losses: Path | None = None
-    output: Which | None = None
+    replace: bool = reported(False)
+    sequential: Literal["block", "stage", "none"] = reported("block")
+    enforce: bool = reported(True)
+    seed: int = reported(0, least=None)
+    count_padding: bool = reported(False)
+    min_tokens: int = reported(128)
+    experts: Literal["pool", "all_tokens", "weight_only"] = reported("pool")
+    memory_limit: int | None = reported(None, _bytes)
+    self_data: int | str = reported(0)
+    quality: str | None = reported(None)
+    permute: bool = reported(False)
+    update: bool = reported(True)
+    polish: int = reported(0, _iterations, least=0)
+    reconstruct: Reconstruct | None = reported(None, partial(_parse_tuning, Reconstruct))
+    distill: Distill | None = reported(None, partial(_parse_tuning, Distill))
+    budget: Budget | None = reported(None, lambda x: x if x == AUTO else parse_budget(x))
+    choices: tuple[Pattern | None, ...] | None = reported(None, parse_choices)
+    runtime: Literal["cusparselt", "cutlass", None] = reported(None)
+    autocast: Literal["bfloat16", "float16", None] = reported(None, _dtype_name)
+    float32_products: bool | None = reported(None)
+    num_samples: int = option(128, reported=OF_TEXT)
+    seq_len: int | None = option(None, reported=OF_TEXT)
+    batch_size: int | None = option(None, reported=OF_TEXT)
+    losses: Path | None = option(None, Path)
+    output: Which | None = option(None, lambda x: int(x) if isinstance(x, str) and x.isdecimal() else x)  # --output 0
     divergence: Divergence | None = None
-    quality: str | None = None
-    device: torch.device | None = None
-    autocast: Literal["bfloat16", "float16", None] = None
-    float32_products: bool | None = None
-    enforce: bool = True
-    seed: int = 0
+    device: torch.device | None = option(None, _device)
     progress: bool | None = None
     distributed: bool | None = None
     split_data: bool = True
 
+    _passed: ClassVar[frozenset[str]]  # names of the options that the caller gave
+
     def __new__(cls, **options: Any) -> "SparsifyConfig":
         config = super().__new__(cls)
-        object.__setattr__(config, "_passed", frozenset(options))
+        vars(config)["_passed"] = frozenset(options)
         return config
 
     def __post_init__(self) -> None:
-        for name, parse in _PARSERS.items():
-            object.__setattr__(self, name, parse(getattr(self, name)))
+        for declared in fields(self):
+            value, parse = getattr(self, declared.name), declared.metadata.get("parse")
+            if parse is not None and not (value is None and declared.default is None):
+                vars(self)[declared.name] = parse(value)
         if self.budget is not None and (self.budget == AUTO or self.budget.optional):
             self._share_zeros()
         if self.budget is not None and self.choices is None:
-            named = isinstance(self.pattern, NM) and "pattern" in self.__dict__["_passed"]
-            object.__setattr__(self, "choices", (None, self.pattern) if named else parse_choices(LEVELS))
+            named = isinstance(self.pattern, NM) and "pattern" in self._passed
+            vars(self)["choices"] = (None, self.pattern) if named else parse_choices(LEVELS)
         _check_types(self)
         if (problem := next(_problems(self), None)) is not None:
             raise ValueError(problem)
@@ -481,8 +541,8 @@ class SparsifyConfig:
         elsewhere = self.masks is not None or of_rules & {"pattern", "choices"}
         if isinstance(pattern, Unstructured) and 0 < pattern.sparsity < MAX_BUDGET_SPARSITY and not elsewhere:
             budget, levels = zeros_of(pattern)
-            object.__setattr__(self, "choices", tuple(dict.fromkeys((pattern, *(self.choices or levels)))))
-        object.__setattr__(self, "budget", budget)
+            vars(self)["choices"] = tuple(dict.fromkeys((pattern, *(self.choices or levels))))
+        vars(self)["budget"] = budget
 
     @classmethod
     def make(
@@ -522,7 +582,7 @@ class SparsifyConfig:
 
     def explicit(self) -> dict[str, Any]:
         """The options that the user gave, with the method's own; ``quality`` may choose the others."""
-        passed: frozenset[str] = self.__dict__["_passed"]
+        passed = self._passed
         if passed.issuperset(self.names()):  # from dataclasses.replace, which passes all options
             default = SparsifyConfig()
             passed = frozenset(name for name in passed if getattr(self, name) is not getattr(default, name))
@@ -544,7 +604,9 @@ class SparsifyConfig:
     def settings(self) -> dict[str, Any]:
         """The options in a report, as values of JSON: all that the result depends on, without the data and without what
         each layer's row says."""
-        values = {name: getattr(self, name) for name in (*REPORTED, *(REPORTED_OF_TEXT if self.holds_text else ()))}
+        when = (ALWAYS, OF_TEXT) if self.holds_text else (ALWAYS,)
+        names = [option.name for option in fields(self) if option.metadata.get("reported") in when]
+        values = {name: getattr(self, name) for name in names}
         values |= {"budget": None if self.budget is None else str(self.budget)}
         values |= {"choices": None if self.choices is None else [str(choice or DENSE) for choice in self.choices]}
         values |= self.counts()
@@ -580,74 +642,11 @@ def is_data_set(text: str) -> bool:
     return DATA_SET.fullmatch(text) is not None and not text.endswith(FILES) and not Path(text).exists()
 
 
-# from what the user writes to what an option holds --------------------------------------------------------------------
-
-
-def _times(name: str, value: Any) -> Any:
-    return value if not isinstance(value, bool | None) else TRUE_MEANS[name] if value else 0
-
-
-def _masks(value: Any) -> dict[str, torch.Tensor] | None:
-    if value is None:
-        return None
-    if not isinstance(value, Mapping) or not value:
-        raise TypeError(f"masks is a {type(value).__name__}: give a mapping of parameter names to masks")
-    for name, mask in value.items():
-        if not isinstance(name, str) or not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool:
-            raise TypeError(f"masks[{name!r}] must be a torch.bool tensor, True = kept, under a parameter's name")
-    return dict(value)
-
-
-def _globs(key: str, value: Any) -> tuple[str, ...] | None:
-    if value is None:
-        return None
-    globs = (value,) if isinstance(value, str) or not isinstance(value, Iterable) else tuple(value)
-    if not all(isinstance(glob, str) for glob in globs):
-        raise TypeError(f"{key}={shown(value)}: give a glob of layer names, or a list of them")
-    return globs
-
-
-def _bytes(value: Any) -> Any:
-    if not isinstance(value, str):
-        return value
-    try:
-        return convert_file_size_to_int(value)
-    except ValueError:
-        raise ValueError(f"memory_limit={shown(value)}: give bytes, or a number with a unit, such as '16GB'") from None
-
-
-def _device(value: Any) -> torch.device | None:
-    try:
-        return None if value is None else torch.device(value)
-    except (RuntimeError, TypeError) as error:
-        raise ValueError(f"device {shown(value)} is not known: {error}") from None
-
-
-_PARSERS: dict[str, Callable[[Any], Any]] = {
-    "pattern": parse_pattern,
-    "rules": lambda value: parse_rules(value or ()),
-    "polish": lambda value: _times("polish", value),
-    "reconstruct": lambda value: _parse_tuning("reconstruct", Reconstruct, value),
-    "distill": lambda value: _parse_tuning("distill", Distill, value),
-    "budget": lambda value: value if value == AUTO else parse_budget(value),
-    "choices": lambda value: None if value is None else parse_choices(value),
-    "losses": lambda value: None if value is None else Path(value),
-    "output": lambda value: int(value) if isinstance(value, str) and value.isdecimal() else value,  # --output 0
-    "memory_limit": _bytes,
-    "masks": _masks,
-    "data": lambda value: Stream(value) if isinstance(value, Iterator) else value,  # it may be read twice
-    "include": lambda value: _globs("include", value),
-    "exclude": lambda value: _globs("exclude", value) or (),
-    "autocast": lambda value: str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value,
-    "device": _device,
-}
-
-
 # what does not go together --------------------------------------------------------------------------------------------
 
 
 def _check_types(config: SparsifyConfig) -> None:
-    check_options(config, least=LEAST)
+    check_options(config)
     check_output(config.output, config.divergence)
     if config.self_data != "auto" and not is_whole(config.self_data, 0):
         raise ValueError(f"self_data={shown(config.self_data)}: must be a number of windows of text, 0, or 'auto'")
@@ -665,6 +664,11 @@ def _problems(config: SparsifyConfig) -> Iterator[str]:
     sources = [name for name in ("data_loader", "forward_loop", "data") if getattr(config, name) is not None]
     own, loop, images = config.writes_its_data, config.forward_loop is not None, config.processor is not None
     reconstruct, distill, masks = config.reconstruct, config.must_distill, config.masks is not None
+
+    def among(*names: str) -> str:
+        """Those of the options that are given, in words."""
+        return " and ".join(name for name in names if getattr(config, name))
+
     if len(sources) > 1:
         yield f"{' and '.join(sources)} are given: calibration takes one source of data, keep one"
     if own and (images or not config.split_data):
@@ -687,24 +691,20 @@ def _problems(config: SparsifyConfig) -> Iterator[str]:
     if config.self_data not in (0, "auto") and (loop or not config.split_data):
         other = "forward_loop" if loop else "split_data=False"
         yield f"self_data adds text to data that all processes have, and with {other} they have none: leave one out"
-    changing = [name for name in ("polish", "reconstruct", "distill") if getattr(config, name)]
-    if not config.update and changing:
-        what = " and ".join(changing) + ("" if config.quality is None else f" (set by quality={config.quality!r})")
-        yield f"update=False keeps the dense values, which {what} would change: leave one of them out"
+    if not config.update and (changing := among("polish", "reconstruct", "distill")):
+        setter = "" if config.quality is None else f" (set by quality={config.quality!r})"
+        yield f"update=False keeps the dense values, which {changing}{setter} would change: leave one of them out"
     if reconstruct is not None and config.sequential == "none":
         yield "reconstruct tunes a block on what the sparse blocks before it put out: use sequential='block' or 'stage'"
     if distill and not config.enforce:
         yield "distill tunes sparse modules, and enforce=False leaves none: leave one out; export(model) comes after"
     if masks and reconstruct is not None and reconstruct.masks == "move":
         yield "masks= says which weights stay, and reconstruct's masks='move' would choose others"
-    extra = [name for name in ("choices", "runtime", "losses") if getattr(config, name)]
-    if config.budget is None and extra:
-        yield f"{' and '.join(extra)} go with budget=: give one, such as budget='35% zeros'"
+    if config.budget is None and (extra := among("choices", "runtime", "losses")):
+        yield f"{extra} go with budget=: give one, such as budget='35% zeros'"
     if config.budget is not None and loop and not config.budget.optional:
         yield "budget calls the model itself: give data= or data_loader= instead of forward_loop"
     if config.budget is not None and config.budget.unit == "bytes" and config.runtime is None:
         yield "a budget of bytes counts a runtime's files, for a plain folder stores zeros: give runtime='cusparselt'"
-    choosing = [name for name in ("budget", "permute") if getattr(config, name)]
-    if masks and choosing:
-        names = " and ".join(choosing)
-        yield f"masks= says which weights stay, and {names} would choose others; leave one of them out"
+    if masks and (choosing := among("budget", "permute")):
+        yield f"masks= says which weights stay, and {choosing} would choose others; leave one of them out"

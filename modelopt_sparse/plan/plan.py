@@ -17,8 +17,9 @@ from modelopt_sparse.model.devices import full_name, stored
 from modelopt_sparse.model.layers import Layer, Stack
 from modelopt_sparse.plan.options import SparsifyConfig
 from modelopt_sparse.reports.report import library_versions
-from modelopt_sparse.reports.text import Column, Printed, counted, paragraph, rows_of, sizes_by_place, table
+from modelopt_sparse.reports.text import Column, Printed, counted, paragraph, product_of, rows_of, table
 from modelopt_sparse.reports.values import Skipped
+from modelopt_sparse.values import grouped
 
 # plan -----------------------------------------------------------------------------------------------------------------
 
@@ -84,6 +85,20 @@ class LayerPlan:
         """Whether the layer holds experts, each of which has an input of its own."""
         return isinstance(self.layer.adapter, RoutedAdapter)
 
+    def as_dict(self) -> dict[str, Any]:
+        """What the plan says of the layer, in plain values that JSON takes."""
+        return {
+            "name": self.name,
+            "type": self.type,
+            "shape": list(self.shape),
+            "block": self.block,
+            "method": self.method.name,
+            "recipe": self.recipe,
+            "pattern": str(self.pattern),
+            "options": dict(self.options),
+            "hardware": self.hardware,
+        }
+
     @property
     def size(self) -> int:
         """How many weights the layer has."""
@@ -130,29 +145,12 @@ class Plan(Printed):
     @property
     def by_block(self) -> dict[str | None, list[LayerPlan]]:
         """The layers of each block that has some, and those outside of the blocks (None)."""
-        blocks: dict[str | None, list[LayerPlan]] = {}
-        for layer_plan in self.layers:
-            blocks.setdefault(layer_plan.block, []).append(layer_plan)
-        return blocks
+        return grouped(self.layers, lambda layer_plan: layer_plan.block)
 
     def as_dict(self) -> dict[str, Any]:
         """The plan in plain values that JSON takes; ``memory`` as "memory_bytes", without the stacks."""
-        layers = [
-            {
-                "name": layer_plan.name,
-                "type": layer_plan.type,
-                "shape": list(layer_plan.shape),
-                "block": layer_plan.block,
-                "method": layer_plan.method.name,
-                "recipe": layer_plan.recipe,
-                "pattern": str(layer_plan.pattern),
-                "options": dict(layer_plan.options),
-                "hardware": layer_plan.hardware,
-            }
-            for layer_plan in self.layers
-        ]
         return {
-            "layers": layers,
+            "layers": [layer_plan.as_dict() for layer_plan in self.layers],
             "skipped": [weight.as_dict() for weight in self.skipped],
             "memory_bytes": dict(self.memory),
             "streamed_memory_bytes": {place: dict(parts) for place, parts in self.streamed.items()},
@@ -172,7 +170,7 @@ class Plan(Printed):
         if stay:
             columns = [
                 Column("type", [weight.type for weight in self.skipped], shared=False),
-                Column("shape", [_shape(weight.shape) for weight in self.skipped], shared=False),
+                Column("shape", [product_of(weight.shape) for weight in self.skipped], shared=False),
                 Column("why", [weight.reason for weight in self.skipped], shared=False),
             ]
             parts.append(rows_of("stays dense", stay, columns, names, all_rows=all_rows))
@@ -182,8 +180,11 @@ class Plan(Printed):
 
 def memory_table(places: Mapping[str, Mapping[str, int]], streamed: Mapping[str, Mapping[str, int]]) -> str:
     """The bytes as a table in MiB: where, what lies there, and the sum."""
-    streaming = {f"streaming, {place}": held for place, held in streamed.items()}
-    rows = [(place, part, f"{size / 2**20:,.1f}") for place, part, size in sizes_by_place({**places, **streaming})]
+    rows = []
+    for place, parts in {**places, **{f"streaming, {place}": held for place, held in streamed.items()}}.items():
+        for part, size in {**parts, "in all": sum(parts.values())}.items():
+            rows.append((place, part.replace("_", " "), f"{size / 2**20:,.1f}"))
+            place = ""  # said once
     width = max(len(size) for _, _, size in rows)
     return table(("memory, at most", "", "MiB".rjust(width)), [(*row, size.rjust(width)) for *row, size in rows])
 
@@ -194,16 +195,12 @@ def _columns(layers: Sequence[LayerPlan]) -> list[Column]:
     fits = [[name for name, takes in layer.hardware.items() if takes] for layer in layers]
     return [
         Column("type", [layer.type for layer in layers]),
-        Column("shape", [_shape(layer.shape) for layer in layers]),
+        Column("shape", [product_of(layer.shape) for layer in layers]),
         Column("recipe", [layer.recipe for layer in layers]),
         Column("pattern", [str(layer.pattern) for layer in layers], "levels"),
         Column("fits", [", ".join(names) or "none" for names in fits]),
         Column("options", options, below=True),
     ]
-
-
-def _shape(shape: tuple[int, ...]) -> str:
-    return " x ".join(map(str, shape))
 
 
 def takes_shape(shape: tuple[int, ...]) -> dict[str, bool]:
@@ -230,7 +227,9 @@ def started_with(plan: Plan, config: SparsifyConfig) -> dict[str, Any]:
         facts[f"layer {layer['name']}"] = f"{layer['recipe']} {layer['pattern']}{options}"
     # the kind of device: each process may have a GPU of its own
     facts.update(config.settings(), device=str(config.device and config.device.type))
-    facts.update({f"mask {name}": _hash(mask) for name, mask in (config.masks or {}).items()})
+    for name, mask in (config.masks or {}).items():
+        bits = np.packbits(mask.flatten().cpu().numpy(), bitorder="little")  # as a folder holds them
+        facts[f"mask {name}"] = hashlib.sha256(bits.tobytes()).hexdigest()
     return facts | {f"version of {name}": version for name, version in library_versions().items()}
 
 
@@ -264,8 +263,3 @@ def checksum(values: Tensor) -> str:
     sums = rows.contiguous().view(INTEGER_OF_SIZE[values.element_size()]).sum(-1, dtype=torch.int64)
     weights = torch.arange(1, 2 * len(sums), 2, dtype=torch.int64, device=sums.device)
     return f"{described}, checksum {int((sums * weights).sum()) & (2**64 - 1):016x}"
-
-
-def _hash(mask: Tensor) -> str:
-    """SHA-256 of the bits, packed as a folder holds them."""
-    return hashlib.sha256(np.packbits(mask.flatten().cpu().numpy(), bitorder="little").tobytes()).hexdigest()

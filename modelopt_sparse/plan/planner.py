@@ -1,7 +1,7 @@
 """Making the plan: options, rules and shapes decide on each layer. What cannot work is refused before any work."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
@@ -94,8 +94,9 @@ def plan_for(model: nn.Module, method: Method, config: SparsifyConfig) -> Plan:
     _check_planned(model, planned, skipped, config)
     _check_levels(planned, config)
     memory, streamed = estimated(model, planned, stacks, config)
-    plan = Plan(tuple(planned), tuple(skipped), memory, tuple(stacks), _notes(model, planned, config), streamed)
-    return replace(plan, notes=(*plan.notes, *filter(None, (lacking(plan, config), tight(plan, config)))))
+    plan = Plan(tuple(planned), tuple(skipped), memory, tuple(stacks), streamed=streamed)
+    short = filter(None, (lacking(plan, config), tight(plan, config)))
+    return replace(plan, notes=(*_notes(model, planned, config), *short))
 
 
 def _check_names(model: nn.Module, layers: list[Layer], others: list[Unprunable], config: SparsifyConfig) -> None:
@@ -204,19 +205,17 @@ def without_others(plan: Plan, reasons: Mapping[str, str], model: nn.Module, con
 def _check_levels(planned: Sequence[LayerPlan], config: SparsifyConfig) -> None:
     """Raise ValueError if a mask that a layer carries, and whose zeros stay, has more of them than the pattern."""
     for each in planned:
-        mask = _present_mask(each.layer, config)
+        mask, pattern, columns = _present_mask(each.layer, config), each.pattern, each.shape[-1]
         zeros = 0 if mask is None else int((~mask).sum())
-        if zeros > _zeros_wanted(each):
-            problem = f"{zeros / each.size:.2%} zeros in the present mask, and pattern {each.pattern} has fewer"
+        # at its level whatever the scope: 50% of each row, rounded, may be more than 50% of the matrix
+        wanted = (
+            pattern.zeros_in(each.shape)
+            if isinstance(pattern, NM)
+            else each.size // columns * math.ceil(Fraction(str(pattern.sparsity)) * columns)
+        )
+        if zeros > wanted:
+            problem = f"{zeros / each.size:.2%} zeros in the present mask, and pattern {pattern} has fewer"
             raise ValueError(f"layer {each.name!r}: {problem}: give one with as many, or replace=True")
-
-
-def _zeros_wanted(layer_plan: LayerPlan) -> int:
-    """By the pattern at its level whatever the scope: 50% of each row, rounded, may be more than 50% of the matrix."""
-    pattern, (*_, columns) = layer_plan.pattern, layer_plan.shape
-    if isinstance(pattern, NM):
-        return pattern.zeros_in(layer_plan.shape)
-    return layer_plan.size // columns * math.ceil(Fraction(str(pattern.sparsity)) * columns)
 
 
 def _present_mask(layer: Layer, config: SparsifyConfig) -> Tensor | None:
@@ -312,36 +311,32 @@ def _memory(x: Tensor) -> int:
     return x.untyped_storage().data_ptr() if type(x) is Tensor and x.layout == torch.strided else 0
 
 
-def _notes(model: nn.Module, planned: list[LayerPlan], config: SparsifyConfig) -> tuple[str, ...]:
+def _notes(model: nn.Module, planned: list[LayerPlan], config: SparsifyConfig) -> Iterator[str]:
     """Sentences on options that do not reach some of the layers, and on masks that stay, and on ties."""
-    notes: list[str] = []
     if any(layer_plan.calibrated for layer_plan in planned) and config.widens(model):
-        notes.append("layers of bfloat16 are multiplied in float32 on the CPU (float32_products=False: in bfloat16)")
+        yield "layers of bfloat16 are multiplied in float32 on the CPU (float32_products=False: in bfloat16)"
     if masked := sum(layer_plan.within_mask for layer_plan in planned):
-        notes.append(f"{masked} of the layers carry masks, whose zeros stay and count (replace=True drops the masks)")
+        yield f"{masked} of the layers carry masks, whose zeros stay and count (replace=True drops the masks)"
     if config.budget is not None:
-        if config.budget.unit == "bytes" and any(
-            layer_plan.layer.parameter.element_size() != 2 for layer_plan in planned
-        ):
-            notes.append(f"bytes are those of weights in 16 bits, which {config.runtime} takes: convert the model")
+        if config.budget.unit == "bytes" and any(each.layer.parameter.element_size() != 2 for each in planned):
+            yield f"bytes are those of weights in 16 bits, which {config.runtime} takes: convert the model"
         way_out = " where losses can be measured; budget=None keeps the pattern" if config.budget.optional else ""
-        notes.append(f"a budget of {config.budget} decides what each layer becomes{way_out}")
+        yield f"a budget of {config.budget} decides what each layer becomes{way_out}"
     for layer_plan in planned:
         if names := layer_plan.layer.tied_names:
-            notes.append(f"{layer_plan.name} is tied: also held by {', '.join(names)}")
+            yield f"{layer_plan.name} is tied: also held by {', '.join(names)}"
     for choice in filter(None, config.choices or ()):
         why = [choice.misfit(layer_plan.layer.columns(layer_plan.layer.parameter)) for layer_plan in planned]
         if misfits := [reason for reason in why if reason]:
-            notes.append(f"choice '{choice}' is none for {len(misfits)} of {len(planned)} layers: {misfits[0]}")
+            yield f"choice '{choice}' is none for {len(misfits)} of {len(planned)} layers: {misfits[0]}"
     unknown = [each.name for each in planned if not each.calibrated and each.layer.is_other() is None]
     if unknown:
-        notes.append(f"{first_few(unknown)}: a forward of its own, which cannot be run alone to see what it computes")
+        yield f"{first_few(unknown)}: a forward of its own, which cannot be run alone to see what it computes"
     experts = [layer_plan.name for layer_plan in planned if layer_plan.routed]
     if experts and experts_per_token(model) is None:
-        notes.append("memory is that of all experts: the config has no num_experts_per_tok, and a plan runs no router")
+        yield "memory is that of all experts: the config has no num_experts_per_tok, and a plan runs no router"
     if config.permute and experts:
-        notes.append(f"permute leaves the channels of fused experts in their order ({len(experts)} layers)")
-    return tuple(notes)
+        yield f"permute leaves the channels of fused experts in their order ({len(experts)} layers)"
 
 
 # from what the user gave to a method and checked options --------------------------------------------------------------

@@ -25,15 +25,18 @@ from operator import attrgetter
 from pathlib import Path
 from statistics import fmean
 from string import Template
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from modelopt_sparse.model.output import in_words
-from modelopt_sparse.reports.evaluate import Evaluation, TaskScore, task_scores
-from modelopt_sparse.reports.text import write_whole
-from modelopt_sparse.reports.values import ERROR_FROM, BlockReport, Distilled, LayerReport, Shrunk, Skipped
+from modelopt_sparse.reports.evaluate import TaskScore, task_scores
+from modelopt_sparse.reports.text import in_steps, product_of, write_whole
+from modelopt_sparse.reports.values import ERROR_FROM, LayerReport, Shrunk
+
+if TYPE_CHECKING:
+    from modelopt_sparse.reports.report import Report
 
 MISSING = 'the HTML report draws with plotly, which is not installed: pip install "modelopt-sparse[report]"'
 ARROW = "\N{RIGHTWARDS ARROW}"
@@ -45,34 +48,7 @@ CORNER = 64  # rows and columns of a mask that are shown one by one
 CELLS = (96, 192)  # rows and columns of a map of a whole mask
 NUMBER = re.compile(r"(?:^|(?<=\.))\d+(?=\.|$)")
 
-
-class Run(Protocol):
-    """What a page shows of a run: a `Report`, whose file imports this one."""
-
-    layers: list[LayerReport]
-    blocks: list[BlockReport]
-    skipped: tuple[Skipped, ...]
-    settings: dict[str, Any]
-    calibration: dict[str, Any]
-    versions: dict[str, str]
-    earlier: list[dict[str, Any]]
-    distillation: Distilled | None
-    peak_memory: dict[str, int]
-    evaluation: Evaluation | None
-    tasks: dict[str, dict[str, Any]] | None
-    shrunk: Shrunk | None
-
-    @property
-    def sparsity(self) -> float: ...
-    @property
-    def weights(self) -> tuple[int, int]: ...
-    def all_notes(self) -> list[str]: ...
-    def errors_from(self) -> dict[str, str]: ...
-    def time_by_part(self) -> dict[str, float]: ...
-    def summaries(self) -> list[str]: ...
-
-
-Runs = Sequence[tuple[str, Run]]  # each with its title
+Runs = Sequence[tuple[str, "Report"]]  # each with its title
 Point = tuple[Any, str, float | None]  # (line of a figure, block, value)
 
 
@@ -81,10 +57,10 @@ Point = tuple[Any, str, float | None]  # (line of a figure, block, value)
 
 def write_page(
     path: str | Path,
-    report: Run,
+    report: "Report",
     title: str | None,
     masks: Mapping[str, Tensor],
-    compare: Run | None,
+    compare: "Report | None",
     compare_title: str | None,
 ) -> Path:
     """Write the page of one report, or of two side by side, and return its path. See `Report.to_html`."""
@@ -182,7 +158,7 @@ def _packed(text: str) -> str:
 # texts ----------------------------------------------------------------------------------------------------------------
 
 
-def _one_run(report: Run) -> tuple[str, str]:
+def _one_run(report: "Report") -> tuple[str, str]:
     """What was done and what it cost; and notes, settings and versions."""
     cards = "".join(
         f'<div class="card"><dt>{escape(name)}</dt><dd>{escape(value)}</dd><dd class="more">{escape(more)}</dd></div>'
@@ -226,7 +202,7 @@ def _said(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
-def cost_of(report: Run) -> dict[str, tuple[str, str]]:
+def cost_of(report: "Report") -> dict[str, tuple[str, str]]:
     """What was done and what it cost: name -> (value, more about it)."""
     layers, blocks, measured = report.layers, report.blocks, report.evaluation
     what, nats = in_words(report.settings.get("divergence"))
@@ -243,7 +219,7 @@ def cost_of(report: Run) -> dict[str, tuple[str, str]]:
             steps = [*shrunk.kl.items()]
             (first, before), (last, after) = steps[0], steps[-1]
             words = f"{nats}, {first} {ARROW} {last}, on calibration batches held back"
-            cost[f"{what} from the model before"] = (f"{before:.4f} {ARROW} {after:.4f}", words)
+            cost[f"{what} from the model before"] = (in_steps(before, after, arrow=ARROW), words)
     if "training" in report.settings:
         cost["training"] = (f"step {report.settings['training']['step']:,}", "of sparse training")
     if measured is not None and measured.perplexity is None:
@@ -265,10 +241,10 @@ def cost_of(report: Run) -> dict[str, tuple[str, str]]:
         cost["error of a layer"] = (f"{mean:.4f}", f"the mean; the largest is {worst:.4f}, of {name}")
     if blocks:
         before, after = fmean(block.error_before for block in blocks), fmean(block.error_after for block in blocks)
-        cost["error of a block"] = (f"{before:.4f} {ARROW} {after:.4f}", "by reconstruction, the mean")
+        cost["error of a block"] = (in_steps(before, after, arrow=ARROW), "by reconstruction, the mean")
     if (tuned := report.distillation) is not None:
         words = f"{nats}, on calibration batches that it was not tuned on"
-        cost[f"{what} by distillation"] = (f"{tuned.kl_before:.4f} {ARROW} {tuned.kl_after:.4f}", words)
+        cost[f"{what} by distillation"] = (in_steps(tuned.kl_before, tuned.kl_after, arrow=ARROW), words)
     if spent := report.time_by_part():
         parts = ", ".join(f"{part} {_duration(seconds)}" for part, seconds in spent.items())
         cost["time"] = (_duration(sum(spent.values())), parts)
@@ -283,7 +259,7 @@ def _duration(seconds: float) -> str:
     return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
-def _circumstances(report: Run) -> str:
+def _circumstances(report: "Report") -> str:
     """Notes, settings, data and versions, of earlier runs as well."""
     notes = "".join(f"<li>{escape(note)}</li>" for note in report.all_notes())
     parts = {
@@ -308,7 +284,7 @@ def _circumstances(report: Run) -> str:
 Cell = Callable[[Any], str | float | None]  # of a row of a table
 
 
-def _tables(report: Run) -> list[Table]:
+def _tables(report: "Report") -> list[Table]:
     """A row for each score, each layer, each block, and each weight that stays dense."""
     errors: dict[str, Cell] = {
         f"error after {step}": partial(_error_after, step=step) for step in _steps_of(report.layers)
@@ -337,7 +313,12 @@ def _tables(report: Run) -> list[Table]:
         _table("tasks", "Scores on tasks", [*task_scores(report.tasks or {})], _fields(*TaskScore._fields)),
         _table("layers", "Layers", report.layers, layers),
         _table("blocks", "Reconstructed blocks", report.blocks, blocks),
-        _table("skipped", "What stays dense", report.skipped, {**_fields("name", "reason", "type"), "shape": _shape}),
+        _table(
+            "skipped",
+            "What stays dense",
+            report.skipped,
+            {**_fields("name", "reason", "type"), "shape": _shape},
+        ),
     ]
 
 
@@ -385,13 +366,13 @@ def _notes(row: Any) -> str | None:
 
 
 def _shape(row: Any) -> str:
-    return " x ".join(map(str, row.shape))
+    return product_of(row.shape)
 
 
 # figures of one run ---------------------------------------------------------------------------------------------------
 
 
-def figures_of(report: Run, masks: Mapping[str, Tensor]) -> list[Figure | None]:
+def figures_of(report: "Report", masks: Mapping[str, Tensor]) -> list[Figure | None]:
     """The figures of one run, in the page's order.
 
     masks: bool masks to draw, by parameter name.
@@ -449,7 +430,7 @@ def _shrunk(shrunk: Shrunk, by: str | None) -> list[Figure | None]:
     ]
 
 
-def drawn_masks(report: Run, names: Iterable[str]) -> list[str]:
+def drawn_masks(report: "Report", names: Iterable[str]) -> list[str]:
     """Of the masks ``names`` those that a page shows: at most six, of the layers with the largest errors."""
     errors = {layer.parameter: _last(layer) or 0.0 for layer in report.layers}
     return sorted(names, key=lambda name: -errors.get(name, 0.0))[:MAPS]
@@ -523,7 +504,7 @@ def _experts(layers: Sequence[LayerReport]) -> Figure | None:
     return _map("experts", "Tokens of experts", caption, points, "tokens", "expert")
 
 
-def _mask_maps(masks: Mapping[str, Tensor], report: Run) -> Figure:
+def _mask_maps(masks: Mapping[str, Tensor], report: "Report") -> Figure:
     """For each mask its first rows and columns one by one, and all of it as fractions of zeros."""
     stacks = {layer.parameter for layer in report.layers if len(layer.shape) == 3}
     traces, choices = [], {}

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from modelopt_sparse import __version__
 from modelopt_sparse.model.output import in_words
 from modelopt_sparse.reports.evaluate import Evaluation, task_scores
-from modelopt_sparse.reports.text import Column, Printed, by_reason, counted, paragraph, rows_of, table
+from modelopt_sparse.reports.text import Column, Printed, by_reason, counted, in_steps, paragraph, rows_of, table
 from modelopt_sparse.reports.values import (
     DISTILLED,
     ERROR_FROM,
@@ -197,19 +197,23 @@ class Report(Printed):
 
     def text(self, *, all_rows: bool = False) -> str:
         """What ``print`` shows: equal rows folded, 100 columns. ``all_rows``: a line for each, as wide as it is."""
+        return "\n\n".join(filter(None, self._sections(all_rows=all_rows)))
+
+    def _sections(self, *, all_rows: bool) -> Iterator[str]:
+        """The paragraphs and tables of ``text``; "" for those without anything."""
         say = partial(paragraph, all_rows=all_rows)
         names = [layer.name for layer in self.layers]
         reasons = {weight.name: weight.reason for weight in self.skipped}
-        parts = [*map(say, self.summaries())]
+        yield from map(say, self.summaries())
         if (shrunk := self.shrunk) is not None:
-            errors = [" -> ".join(f"{error:.4f}" for error in of_layer) for of_layer in shrunk.errors.values()]
+            errors = [in_steps(*of_layer) for of_layer in shrunk.errors.values()]
             refit = any(len(of_layer) > 1 for of_layer in shrunk.errors.values())
             columns = [Column("error, as is -> refit" if refit else "error, as is", errors, "range")]
             what = "experts off" if "experts" in shrunk.kept else "channels off"
-            parts.append(rows_of(what, list(shrunk.errors), columns, all_rows=all_rows) if errors else "")
-        parts.append(rows_of("layer", names, _columns(self.layers), reasons, all_rows=all_rows) if names else "")
+            yield rows_of(what, list(shrunk.errors), columns, all_rows=all_rows) if errors else ""
+        yield rows_of("layer", names, _columns(self.layers), reasons, all_rows=all_rows) if names else ""
         if self.blocks:
-            errors = [f"{block.error_before:.4f} -> {block.error_after:.4f}" for block in self.blocks]
+            errors = [in_steps(block.error_before, block.error_after) for block in self.blocks]
             columns = [
                 Column("error", errors, "range"),
                 Column("way", [block.way or "" for block in self.blocks]),
@@ -218,27 +222,26 @@ class Report(Printed):
                 Column("notes", ["; ".join(block.notes) for block in self.blocks], "range", below=True),
             ]
             blocks = [block.name for block in self.blocks]
-            parts.append(rows_of("reconstructed", blocks, columns, all_rows=all_rows))
+            yield rows_of("reconstructed", blocks, columns, all_rows=all_rows)
         if (tuned := self.distillation) is not None:
             what, unit = in_words(self.settings.get("divergence"))
-            divergences = f"{what} from the dense model {tuned.kl_before:.4f} -> {tuned.kl_after:.4f} {unit}"
+            divergences = f"{what} from the dense model {in_steps(tuned.kl_before, tuned.kl_after)} {unit}"
             said = f"distilled: {divergences}, on calibration batches that it was not tuned on"
             said += f"; best epoch {tuned.epoch}, {tuned.seconds:.1f} s"
-            parts.append(say("; ".join([said, *tuned.notes])))
+            yield say("; ".join([said, *tuned.notes]))
         if reasons:
-            parts.append(by_reason("stays dense", reasons, names, all_rows=all_rows))
-        parts.append("\n".join(say(f"note: {note}") for note in self.all_notes()))
+            yield by_reason("stays dense", reasons, names, all_rows=all_rows)
+        yield "\n".join(say(f"note: {note}") for note in self.all_notes())
         how = "; ".join(f"from {short}: {text}" for short, text in self.errors_from().items())
         legend = [f"Error: ||(W - Q) X||^2 / ||W X||^2, {how}."] if how else []
         if self.blocks:
             legend.append("Error of a block: the same of its output, on calibration batches that it was not tuned on.")
-        parts.append("\n".join(map(say, legend)))
+        yield "\n".join(map(say, legend))
         if self.evaluation is not None:
-            parts.append(say(self.evaluation.beside_dense()))
+            yield say(self.evaluation.beside_dense())
         if self.tasks:
             rows = [(score.task, score.metric, str(score)) for score in task_scores(self.tasks)]
-            parts.append(table(("task", "metric", "score"), rows))
-        return "\n\n".join(filter(None, parts))
+            yield table(("task", "metric", "score"), rows)
 
     def summaries(self) -> list[str]:
         """What the page and ``text`` begin with: what was pruned, and what a model was shrunk by."""
@@ -266,12 +269,11 @@ class Report(Printed):
 
 def _columns(layers: Sequence[LayerReport]) -> list[Column]:
     """The columns of the printed report, after the name."""
-    errors = [" -> ".join(f"{error:.4f}" for error in layer.errors) for layer in layers]
     return [
         Column("recipe", [layer.recipe for layer in layers]),
         Column("pattern", [layer.pattern for layer in layers], "levels"),
         Column("zeros", [f"{layer.zeros / layer.size:.2%}" for layer in layers], "range"),
-        Column("error", errors, "range"),
+        Column("error", [in_steps(*layer.errors) for layer in layers], "range"),
         Column("error from", [ERROR_FROM[layer.error_from][0] if layer.errors else "" for layer in layers]),
         Column("seconds", [f"{layer.seconds:.2f}" for layer in layers], "range", shared=False),
         Column("notes", ["; ".join(layer.notes) for layer in layers], "range", below=True),

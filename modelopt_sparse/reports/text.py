@@ -122,12 +122,14 @@ def table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]], width: int | N
     return "\n".join(lines)
 
 
-def sizes_by_place(places: Mapping[str, Mapping[str, int]]) -> Iterator[tuple[str, str, int]]:
-    """(place, part, bytes) of each part, and of all in a place, whose name is said once."""
-    for place, parts in places.items():
-        for part, size in {**parts, "in all": sum(parts.values())}.items():
-            yield place, part.replace("_", " "), size
-            place = ""
+def in_steps(*values: float, arrow: str = "->") -> str:
+    """What a value was, and what it became: "0.1000 -> 0.0500"."""
+    return f" {arrow} ".join(f"{value:.4f}" for value in values)
+
+
+def product_of(shape: Iterable[int]) -> str:
+    """A shape as "64 x 32"."""
+    return " x ".join(map(str, shape))
 
 
 def _broken(cell: str, width: int) -> list[str]:
