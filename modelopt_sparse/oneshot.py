@@ -15,7 +15,7 @@ from modelopt_sparse.accuracy.repair import Teacher, distill
 from modelopt_sparse.accuracy.tuning import BatchNumbers
 from modelopt_sparse.budget.choose import BudgetCurve, budgeted, curve_of
 from modelopt_sparse.calibration.blocks import blocks_in_call_order
-from modelopt_sparse.calibration.data import HELD_BACK_TO_TRY, Call
+from modelopt_sparse.calibration.data import HELD_BACK_FOR_OUTPUTS, Call
 from modelopt_sparse.calibration.dense import run_dense
 from modelopt_sparse.calibration.forward import CalibrationData
 from modelopt_sparse.calibration.run import InMemory, Run, Storage, calibrating, refuse_unusable
@@ -234,7 +234,7 @@ def _judge(data: CalibrationData) -> Callable[[], float] | None:
         if data.calls is None or not run.storage.resident:
             raise ValueError("the model is streamed" if data.calls else "a forward_loop calls it in its own way")
         _refuse_to_distill(run.model, run.config)
-        batches = BatchNumbers.of_calls(data, one_of=HELD_BACK_TO_TRY)
+        batches = BatchNumbers.of_calls(data, one_of=HELD_BACK_FOR_OUTPUTS)
         teacher = Teacher.of(data, [batches.own[n] for n in batches.held_back if n in batches.own] or [0])
         judge = partial(batches.judged, teacher.divergence)
     except ValueError as error:

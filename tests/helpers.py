@@ -57,6 +57,11 @@ def in_steps(batches: Sequence[Any], seed: int = 0, *, cut: bool = True) -> list
     return [steps[place] for place in order.argsort().tolist()]
 
 
+def judging_outputs(steps: Sequence[Any]) -> list[Any]:
+    """The steps on which the model's output is judged where something is tuned: the last quarter."""
+    return [*steps[-max(1, len(steps) // 4) :]]
+
+
 def token_batches(count: int = 3, batch: int = 2, length: int = 16, vocab: int = 97, seed: int = 1) -> list[Tensor]:
     """``count`` batches [batch, length] of random token ids."""
     generator = torch.Generator().manual_seed(seed)

@@ -35,7 +35,7 @@ from modelopt_sparse.accuracy.tuning import (
 )
 from modelopt_sparse.calibration.blocks import BlockTask
 from modelopt_sparse.calibration.calls import AtBlock, Inputs
-from modelopt_sparse.calibration.data import HELD_BACK, HELD_BACK_TO_TRY, Call
+from modelopt_sparse.calibration.data import HELD_BACK, HELD_BACK_FOR_OUTPUTS, Call
 from modelopt_sparse.calibration.forward import INSTEAD, CalibrationData, PaddingError, forward_context
 from modelopt_sparse.calibration.run import Run
 from modelopt_sparse.model.hf import is_encoder_decoder
@@ -118,7 +118,7 @@ def reconstruct(
     (True = kept; None: all of it is tuned); those of ``movable`` may move.
 
     The first block of a stack is tuned in the ways that `Reconstruct` leaves open ("auto"), and left as it was solved,
-    with one of HELD_BACK_TO_TRY steps held back; and then, as the others of the stack, in the way that was best.
+    with one of HELD_BACK_FOR_OUTPUTS steps held back; and then, as the others of the stack, in the way that was best.
     ``judge`` says how far the model's output is from the dense model's on these, with this block as it is; where it is
     not known, the error of the block decides.
 
@@ -139,7 +139,7 @@ def reconstruct(
     try:
         for part, values in zip(Way._fields, left_open):
             for other in (way._replace(**{part: value}) for value in values if len(values) > 1 and way.rate):
-                if other not in losses and (reports := tuned_by(other, HELD_BACK_TO_TRY)):
+                if other not in losses and (reports := tuned_by(other, HELD_BACK_FOR_OUTPUTS)):
                     losses[other] = reports[-1].error_after if judge is None else judge()
             way = min(losses, key=losses.__getitem__, default=way)
         reports = tuned_by(way, HELD_BACK)
@@ -352,14 +352,14 @@ class Teacher:
 
 def distill(teacher: Teacher, run: Run) -> None:
     """Tune the kept weights, norms and biases of the whole model by Adam on the mean divergence from the dense model's
-    output, and report it. Never worse on the batches held back, see `tune`."""
+    output, and report it. Never worse on the steps held back, a quarter of them, see `tune`."""
     options, model = run.config.distill, run.model
     assert options is not None
     layers = [plan.layer for plan in run.plan.layers]
     masks = {layer.parameter: dict(named_masks(layer.owner)).get(layer.param) for layer in layers}
     outputs = outputs_of(run.plan.layers)
     chosen = dict(tunable(model, model, masks, vectors=True))
-    batches = BatchNumbers.of_calls(teacher.data, one_of=HELD_BACK_TO_TRY)
+    batches = BatchNumbers.of_calls(teacher.data, one_of=HELD_BACK_FOR_OUTPUTS)
     by = run.report.settings.get("divergence")
     began = time.perf_counter()
 

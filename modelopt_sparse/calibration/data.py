@@ -33,7 +33,7 @@ from modelopt_sparse.reports.text import first_few
 IMAGES = 8  # of a batch, if nobody says how many
 DRAWN_FROM = 8  # of data without a length, so many times the windows asked for are read
 HELD_BACK = 16  # one of so many steps, at least one, only judges
-HELD_BACK_TO_TRY = 4  # the same while ways of tuning are compared, which differ by less than the noise of few rows
+HELD_BACK_FOR_OUTPUTS = 4  # the same where the model's output judges, whose divergence varies more from row to row
 PATCHES = 128  # tokens that an image counts as where steps are cut
 
 

@@ -25,6 +25,7 @@ from tests.helpers import (
     assert_same_state,
     calibrated_run,
     in_steps,
+    judging_outputs,
     refused,
     state_of,
     tiny_llama,
@@ -33,7 +34,7 @@ from tests.helpers import (
 from tests.models.tiny import TwoOutputs, tiny_gpt2, tiny_mixtral, tiny_t5
 
 pytestmark = pytest.mark.core
-BATCHES = 9  # of two rows: 17 steps to tune on, one held back
+BATCHES = 9  # of two rows: 14 steps to tune on, 4 held back
 
 
 def sparsified(model=None, method="wanda", **options):
@@ -66,17 +67,19 @@ def test_steps_are_those_of_a_plain_loop():
     outputs = [p.shape[0] if name in masks else 0 for name, p in tuned.items()]
     rates = learning_rates([*tuned.values()], [masks.get(name) for name in tuned], outputs, 0.12)
     moments = {name: [torch.zeros_like(p), torch.zeros_like(p)] for name, p in tuned.items()}
-    order, step, steps = torch.Generator().manual_seed(0), 0, 2 * (len(batches) - 1)
+    held_back = torch.cat(judging_outputs(batches))
+    tuned_on = len(batches) - len(held_back)
+    order, step, steps = torch.Generator().manual_seed(0), 0, 2 * tuned_on
 
     def judge():
-        return float(mean_kl(logits_of(dense, input_ids=batches[-1]), logits_of(student, input_ids=batches[-1])))
+        return float(mean_kl(logits_of(dense, input_ids=held_back), logits_of(student, input_ids=held_back)))
 
     before = best = judge()
     assert before < 1
     rates = [rate * math.sqrt(before) for rate in rates]
     result = copy.deepcopy(student.state_dict())
     for _ in range(2):
-        for number in torch.randperm(len(batches) - 1, generator=order).tolist():
+        for number in torch.randperm(tuned_on, generator=order).tolist():
             student.zero_grad()
             sparse = student(input_ids=batches[number]).logits.flatten(0, -2)
             taught = logits_of(dense, input_ids=batches[number])
@@ -186,8 +189,10 @@ def test_padding_does_not_count():
     model, other = sparsified(data_loader=batches), sparsified(data_loader=others)
     for one, two in zip(model.parameters(), other.parameters()):
         torch.testing.assert_close(one, two, rtol=1e-3, atol=1e-5)
-    dense, held_back = tiny_llama(), {"input_ids": in_steps(ids)[-1], "attention_mask": masks[-1][:1]}
-    kl = mean_kl(*(logits_of(each, **held_back)[masks[-1][0].bool()] for each in (dense, model)))
+    rows = torch.cat(judging_outputs(in_steps(ids)))
+    held_back = {"input_ids": rows, "attention_mask": masks[-1][:1].expand_as(rows)}
+    real = held_back["attention_mask"].flatten().bool()
+    kl = mean_kl(*(logits_of(each, **held_back)[real] for each in (tiny_llama(), model)))
     assert mts.report(model).distillation.kl_after == pytest.approx(float(kl), rel=1e-4)
 
 
@@ -314,7 +319,7 @@ def test_an_interruption_leaves_the_best_values_so_far(monkeypatch, stopped_in):
     judge = tuning.BatchNumbers.judged
     monkeypatch.setattr(tuning.BatchNumbers, "judged", lambda *a: judged.append(judge(*a)) or judged[-1])
     monkeypatch.setattr(tuning, "_take_step", step)
-    model, dense, held_back = tiny_llama(), tiny_llama(), in_steps(token_batches(BATCHES))[-1]
+    model, dense, held_back = tiny_llama(), tiny_llama(), torch.cat(judging_outputs(in_steps(token_batches(BATCHES))))
     before = [type(layer) for layer in model.model.layers]
     with pytest.raises(KeyboardInterrupt):
         sparsified(model)
@@ -332,7 +337,7 @@ def test_blocks_keep_no_activations(monkeypatch):
     monkeypatch.setattr(recompute._Onloaded, "leave_for", lambda self, block: calls.append(block) or real(self, block))
     model = sparsified(distill=1)
     blocks = list(model.model.layers)
-    assert calls == [*blocks, *reversed(blocks)] * (2 * BATCHES - 1)
+    assert calls == [*blocks, *reversed(blocks)] * (2 * BATCHES - 4)
     assert not any("forward" in block.__dict__ for block in blocks)
 
 

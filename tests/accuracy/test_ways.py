@@ -11,7 +11,7 @@ import modelopt_sparse as mts
 from modelopt_sparse import oneshot
 from modelopt_sparse.accuracy import repair
 from modelopt_sparse.accuracy.repair import Way
-from tests.helpers import assert_same_state, in_steps, state_of, tiny_llama, token_batches
+from tests.helpers import assert_same_state, in_steps, judging_outputs, state_of, tiny_llama, token_batches
 
 BATCHES = 9
 OPEN = {"epochs": 2, "learning_rate": "auto", "masks": "auto", "metric": "auto"}
@@ -32,14 +32,13 @@ def options_of(way: Way) -> dict:
 def tried(monkeypatch, way: Way):
     """What a way comes to while it is tried: a quarter of the steps is held back."""
     with monkeypatch.context() as patch:
-        patch.setattr(repair, "HELD_BACK", repair.HELD_BACK_TO_TRY)
+        patch.setattr(repair, "HELD_BACK", repair.HELD_BACK_FOR_OUTPUTS)
         return sparsified(reconstruct=options_of(way))
 
 
 def divergence(model) -> float:
     """Of the outputs for that quarter, written out."""
-    steps = in_steps(token_batches(BATCHES))
-    batches = torch.cat(steps[-(len(steps) // 4) :])
+    batches = torch.cat(judging_outputs(in_steps(token_batches(BATCHES))))
     with torch.no_grad():
         p, q = (x(batches).logits.double().log_softmax(-1) for x in (tiny_llama(num_hidden_layers=1), model))
     return float((p.exp() * (p - q)).sum(-1).mean())
