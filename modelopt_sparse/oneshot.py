@@ -15,7 +15,7 @@ from modelopt_sparse.accuracy.repair import Teacher, distill
 from modelopt_sparse.accuracy.tuning import BatchNumbers
 from modelopt_sparse.budget.choose import BudgetCurve, budgeted, curve_of
 from modelopt_sparse.calibration.blocks import blocks_in_call_order
-from modelopt_sparse.calibration.data import HELD_BACK_FOR_OUTPUTS, Call
+from modelopt_sparse.calibration.data import Call
 from modelopt_sparse.calibration.dense import run_dense
 from modelopt_sparse.calibration.forward import CalibrationData
 from modelopt_sparse.calibration.run import InMemory, Run, Storage, calibrating, refuse_unusable
@@ -31,7 +31,7 @@ from modelopt_sparse.model.devices import (
 from modelopt_sparse.model.layers import model_inside
 from modelopt_sparse.model.masking import remove_masks
 from modelopt_sparse.plan.memory import lacking, tight
-from modelopt_sparse.plan.options import SparsifyConfig
+from modelopt_sparse.plan.options import HELD_BACK_FOR_OUTPUTS, SparsifyConfig
 from modelopt_sparse.plan.plan import Plan, common_to_processes
 from modelopt_sparse.plan.planner import distributed_in, plan_for, resolve
 from modelopt_sparse.reports.report import Report, attach_report, attached_report, merged_report

@@ -35,12 +35,13 @@ from modelopt_sparse.accuracy.tuning import (
 )
 from modelopt_sparse.calibration.blocks import BlockTask
 from modelopt_sparse.calibration.calls import AtBlock, Inputs
-from modelopt_sparse.calibration.data import HELD_BACK, HELD_BACK_FOR_OUTPUTS, Call
+from modelopt_sparse.calibration.data import Call
 from modelopt_sparse.calibration.forward import INSTEAD, CalibrationData, PaddingError, forward_context
 from modelopt_sparse.calibration.run import Run
 from modelopt_sparse.model.hf import is_encoder_decoder
 from modelopt_sparse.model.masking import named_masks
 from modelopt_sparse.model.output import Output, in_words
+from modelopt_sparse.plan.options import HELD_BACK, HELD_BACK_FOR_OUTPUTS
 from modelopt_sparse.reports.text import Progress
 from modelopt_sparse.reports.values import BlockReport, Distilled
 
@@ -131,18 +132,17 @@ def reconstruct(
     left_open = _left_open(inputs, movable, tuned, proved=judge is not None)
     way, losses = Way(*(values[0] for values in left_open)), dict[Way, float]()
     solved = _copies(weights, movable) if max(map(len, left_open)) > 1 else []
-
-    def tuned_by(way: Way, one_of: int) -> list[BlockReport]:
-        _write(solved, movable)
-        return _tuned_parts(block, tuned, weights, movable if way.moves else {}, inputs, way, one_of)
-
     try:
         for part, values in zip(Way._fields, left_open):
-            for other in (way._replace(**{part: value}) for value in values if len(values) > 1 and way.rate):
-                if other not in losses and (reports := tuned_by(other, HELD_BACK_FOR_OUTPUTS)):
+            others = [way._replace(**{part: value}) for value in values if len(values) > 1 and way.rate != AS_SOLVED]
+            for other in others:
+                if other in losses:
+                    continue
+                if reports := _tuned_parts(block, tuned, weights, movable, inputs, other, HELD_BACK_FOR_OUTPUTS):
                     losses[other] = reports[-1].error_after if judge is None else judge()
+                _write(solved, movable)
             way = min(losses, key=losses.__getitem__, default=way)
-        reports = tuned_by(way, HELD_BACK)
+        reports = _tuned_parts(block, tuned, weights, movable, inputs, way, HELD_BACK)
     except BaseException:
         run.report.notes.append(
             f"{tuned[-1].name!r}: its reconstruction was broken off; it has the best values up to then"
@@ -203,7 +203,7 @@ def _tuned_parts(
 ) -> list[BlockReport]:
     """Each module that is tuned together, one after the other; what the inner ones hold is not tuned again. ``one_of``
     so many steps is held back."""
-    run, outputs = inputs.run, outputs_of(block.layer_plans)
+    run, outputs, movable = inputs.run, outputs_of(block.layer_plans), movable if way.moves else {}
     assert run.config.reconstruct is not None
     epochs = 0 if way.rate == AS_SOLVED else run.config.reconstruct.epochs
     rest, reports = dict(weights), list[BlockReport]()

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from modelopt_sparse.calibration.data import HELD_BACK, judging
+from modelopt_sparse.calibration.data import judging
 from modelopt_sparse.calibration.forward import CalibrationData
 from modelopt_sparse.distributed import Processes
 from modelopt_sparse.methods.patterns import NM, Pattern
 from modelopt_sparse.model.layers import Layer
 from modelopt_sparse.model.masking import SUFFIX, update_mask, without_masks, write_zeros
 from modelopt_sparse.model.output import relative
+from modelopt_sparse.plan.options import HELD_BACK
 from modelopt_sparse.plan.plan import LayerPlan
 from modelopt_sparse.reports.text import Progress
 

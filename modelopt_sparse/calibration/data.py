@@ -24,7 +24,7 @@ from modelopt_sparse.model.devices import (
     parts_within,
 )
 from modelopt_sparse.model.hf import default_seq_len, refuse_unknown_tokens, takes
-from modelopt_sparse.plan.options import LEAST_STEPS, STEP_TOKENS, SparsifyConfig
+from modelopt_sparse.plan.options import HELD_BACK, LEAST_STEPS, STEP_TOKENS, SparsifyConfig
 from modelopt_sparse.reports.text import first_few
 
 # calls ----------------------------------------------------------------------------------------------------------------
@@ -32,8 +32,6 @@ from modelopt_sparse.reports.text import first_few
 
 IMAGES = 8  # of a batch, if nobody says how many
 DRAWN_FROM = 8  # of data without a length, so many times the windows asked for are read
-HELD_BACK = 16  # one of so many steps, at least one, only judges
-HELD_BACK_FOR_OUTPUTS = 4  # the same where the model's output judges, whose divergence varies more from row to row
 PATCHES = 128  # tokens that an image counts as where steps are cut
 
 

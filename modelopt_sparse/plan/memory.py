@@ -11,9 +11,10 @@ from modelopt_sparse.model.adapters import CONV, UP
 from modelopt_sparse.model.devices import bytes_of, input_device
 from modelopt_sparse.model.hf import default_seq_len, text_config_of, writes_text
 from modelopt_sparse.model.layers import Stack
-from modelopt_sparse.plan.options import OWN_WINDOWS, STEP_TOKENS, SparsifyConfig
+from modelopt_sparse.plan.options import HELD_BACK_FOR_OUTPUTS, OWN_WINDOWS, STEP_TOKENS, SparsifyConfig
 from modelopt_sparse.plan.plan import LayerPlan, Plan
 from modelopt_sparse.reports.text import first_few
+from modelopt_sparse.values import grouped
 
 HOST = "host"  # the place that is the CPU's memory
 BYTES_PER_SUM = 4  # of a number of a layer's input, which is cast to float32 for its statistics
@@ -57,9 +58,6 @@ def estimated(
     # layers outside of the blocks count each by itself, or all as one more block
     largest = _largest(layers, [x.name if x.block is None else x.block for x in planned])
     together, in_all = _largest(layers, [x.block for x in planned]), _largest(layers, [None] * len(planned))
-    widened = Counter[nn.Module]()  # modules that are held in float32, each for the length of a call
-    for layer_plan in planned if widens else ():
-        widened[layer_plan.layer.owner] += BYTES_PER_SUM * layer_plan.size
     value = next(model.parameters()).element_size()
     hidden = value * (getattr(getattr(model, "config", None), "hidden_size", None) or 0)  # bytes of a token
 
@@ -67,8 +65,9 @@ def estimated(
         "statistics_of_one_block": largest["statistics"],
         "solver_workspace": max(layer["workspace"] for layer in layers),
     }
-    if widened:
-        memory["layer_in_float32"] = max(widened.values())
+    if widens:  # modules that are held in float32, each for the length of a call
+        sizes = grouped(planned, lambda layer_plan: layer_plan.layer.owner).values()
+        memory["layer_in_float32"] = max(sum(BYTES_PER_SUM * each.size for each in of_module) for of_module in sizes)
     if config.enforce:
         memory["masks"] = in_all["masks"]
     if reconstruct is not None:
@@ -83,10 +82,12 @@ def estimated(
         # the best values so far, and what the dense model's output head was called with
         memory["distillation_on_the_host"] = in_all["best"] + tokens * hidden
     activations = activation_copies(config) * hidden if calibrated else 0
-    for part, of_token in {"routed_tokens_of_one_block": largest["routed"], "cached_activations": activations}.items():
+    of_tokens = {"routed_tokens_of_one_block": largest["routed"], "cached_activations": activations}
+    if reconstruct is not None and reconstruct.tries:  # what the dense model's output head was called with, on the host
+        of_tokens["outputs_held_back"] = hidden // HELD_BACK_FOR_OUTPUTS
+    for part, of_token in of_tokens.items():
         if tokens and of_token:
             memory[part] = tokens * of_token
-
     # how many tokens a data_loader, a forward_loop or a processor yields is not known yet; a streamed model writes none
     known = calibrated and config.data_loader is None and config.forward_loop is None and config.processor is None
     return memory, _streamed(model, stacks, config, memory, together, activations, window if known else None)

@@ -360,6 +360,8 @@ DATA_SET = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?(:[^:\s]*(:\S+)?)?")  # NAME[:CON
 FILES = (".txt", ".jsonl")
 STEP_TOKENS = 1024  # about as many are in a step of the optimizer
 LEAST_STEPS = 32  # in an epoch, as far as there are rows
+HELD_BACK = 16  # one of so many steps, at least one, only judges
+HELD_BACK_FOR_OUTPUTS = 4  # the same where the model's output judges, whose divergence varies more from row to row
 SELF = "self"  # as data: text that the model writes, all of it
 # options of other libraries, whose names are like those of other options here
 ELSEWHERE = {
