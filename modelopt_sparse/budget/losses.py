@@ -177,7 +177,7 @@ def tabled(data: CalibrationData) -> tuple[CalibrationData, ChoiceCosts]:
             written = {name: {str(choice or DENSE): x for choice, x in of.items()} for name, of in losses.items()}
             facts = {"shapes": shapes, **run.config.counts(), "losses": written}
             file.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-    return data, ChoiceCosts(run.plan, losses, run.config, (data.dense or run_dense(data).dense).rows.of)
+    return data, ChoiceCosts(run.plan, losses, run.config, (data.dense or run_dense(data).dense).rows)
 
 
 def _read(file: Path, run: Run) -> Losses:

@@ -64,32 +64,35 @@ class SeenInputs:
         self.first_call: dict[str, int] = {}
         self.finite: dict[str, Tensor] = {}
         self.block_of = block_of
-        self._call = _InputsOfCall(0)
+        # of the call under way: layer name -> its inputs; by block, input -> the first layer that got it, and the
+        # tensors, so that no id is reused
+        self._number, self._keys = 0, dict[str, list[tuple]]()
+        self._leaders: dict[str | None, dict[tuple, tuple[str, tuple[Tensor, ...]]]] = {}
 
     def begin(self, number: int) -> None:
         """Call ``number`` of the model starts. Inputs of the call before are not held any more."""
-        keys = self._call.keys
-        self.varying |= {name for name, own in keys.items() if own != keys.get(self.input_of[name])}
-        self._call = _InputsOfCall(number)
+        keys = self._keys
+        self.varying |= {name for name, inputs in keys.items() if inputs != keys.get(self.input_of[name])}
+        self._number, self._keys, self._leaders = number, {}, {}
 
     def see(self, layer: Layer, inputs: tuple[Tensor, ...], token_mask: Tensor | None) -> None:
         if not (inputs[0].numel() if token_mask is None else token_mask.any()):
             return  # no token is no data
-        call, leader = self._call, self._leader(layer, inputs)
-        call.keys.setdefault(layer.name, []).append(input_key(layer, inputs))
-        if self.input_of.setdefault(layer.name, leader if call.number == 0 else layer.name) != leader:
+        leader = self._leader(layer, inputs)
+        self._keys.setdefault(layer.name, []).append(input_key(layer, inputs))
+        if self.input_of.setdefault(layer.name, leader if self._number == 0 else layer.name) != leader:
             self.varying.add(layer.name)
         self.order.setdefault(layer.name, len(self.order))
-        self.first_call.setdefault(layer.name, call.number)
+        self.first_call.setdefault(layer.name, self._number)
         for x in inputs:
             finite = torch.isfinite((x if token_mask is None else x[token_mask]).detach().float().sum())
             self.finite[layer.name] = self.finite.get(layer.name, finite) & finite
 
     def _leader(self, layer: Layer, inputs: tuple[Tensor, ...]) -> str:
-        block, leaders = self.block_of[layer.name], self._call.leaders
+        block, leaders = self.block_of[layer.name], self._leaders
         if block is not None and block not in leaders:  # inputs of the blocks before it are not wanted any more
-            for other in leaders.keys() - {None}:
-                del leaders[other]
+            for before in leaders.keys() - {None}:
+                del leaders[before]
         return leaders.setdefault(block, {}).setdefault(input_key(layer, inputs), (layer.name, inputs))[0]
 
 
@@ -112,31 +115,13 @@ def _units_of(call: Call) -> int:
 
 
 @dataclass
-class _InputsOfCall:
-    """Of call ``number``. leaders: by block, input -> the first layer that got it, and the tensors, so that no id is
-    reused. keys: layer name -> its inputs."""
-
-    number: int
-    leaders: dict[str | None, dict[tuple, tuple[str, tuple[Tensor, ...]]]] = field(default_factory=dict)
-    keys: dict[str, list[tuple]] = field(default_factory=dict)
-
-
-@dataclass
-class Rows:
-    """of: layer name -> how many rows each of its matrices was multiplied with, on average, padding included, in calls
-    of so many ``units``; once all processes have agreed, for each unit."""
-
-    of: dict[str, Fraction] = field(default_factory=dict)
-    units: int = 0
-
-
-@dataclass
 class DenseRun:
     """What running the dense model has shown: of the inputs of layers, and of blocks.
 
     again: what runs the calls. calls: all of this process, with their ways.
     order: of blocks. whole: stacks whose blocks are calibrated through runs of the whole model.
-    rows: under a budget, with how many rows layers were multiplied.
+    rows: under a budget, layer name -> how many rows each of its matrices was multiplied with, on average, padding
+      included, in calls of so many ``units``; once all processes have agreed, for each unit.
     """
 
     data: CalibrationData
@@ -145,7 +130,8 @@ class DenseRun:
     calls: list[WalkedCall] = field(default_factory=list)
     order: Order = field(default_factory=lambda: Order((), ()))
     whole: set[Stack] = field(default_factory=set)
-    rows: Rows = field(default_factory=Rows)
+    rows: dict[str, Fraction] = field(default_factory=dict)
+    units: int = 0
 
     def only(self, numbers: Sequence[int]) -> "DenseRun":
         """The same with the calls of these numbers alone."""
@@ -153,7 +139,7 @@ class DenseRun:
 
     def begin(self, numbered: NumberedCall) -> None:
         self.inputs.begin(numbered.number)
-        self.rows.units += _units_of(numbered.call)
+        self.units += _units_of(numbered.call)
 
     def walk(
         self, data: CalibrationData, blocks: Sequence[nn.Module], calls: Sequence[WalkedCall] | None = None
@@ -169,7 +155,7 @@ class DenseRun:
             refuse_unusable(layer)  # while its block has its weights
         self.inputs.see(layer, inputs, token_mask)
         if self.data.run.config.budget is not None:
-            self.rows.of[layer.name] = self.rows.of.get(layer.name, Fraction()) + _rows_of_a_matrix(layer, inputs)
+            self.rows[layer.name] = self.rows.get(layer.name, Fraction()) + _rows_of_a_matrix(layer, inputs)
 
 
 def run_dense(data: CalibrationData) -> CalibrationData:
@@ -406,8 +392,8 @@ def _agree(dense: DenseRun) -> None:
         {name: bool(value) for name, value in seen.finite.items()},
         seen.varying,
         run.report.calibration,
-        dense.rows.of,
-        dense.rows.units,
+        dense.rows,
+        dense.units,
     )
     places, inputs, finites, varying, calibrations, rows, units = zip(*run.processes.all_gather("the dense run", own))
     firsts: dict[str, tuple[int, int]] = {}
@@ -419,7 +405,7 @@ def _agree(dense: DenseRun) -> None:
     seen.finite = {name: torch.tensor(all(of_rank.get(name, True) for of_rank in finites)) for name in seen.order}
     seen.varying = set().union(*varying)
     totals = {name: sum(own.get(name, 0) for own in rows) for name in seen.order}
-    dense.rows = Rows({name: Fraction(total, max(sum(units), 1)) for name, total in totals.items()}, 1)
+    dense.rows = {name: Fraction(total, max(sum(units), 1)) for name, total in totals.items()}
     run.report.calibration["calls"] = sum(calibration["calls"] for calibration in calibrations)
     if run.processes.size > 1 and dense.data.sha256 is None:  # each process has data of its own
         together = "".join(calibration["sha256"] for calibration in calibrations)

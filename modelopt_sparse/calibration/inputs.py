@@ -15,11 +15,11 @@ from modelopt_sparse.calibration.sums import (
     DeferredStats,
     Groups,
     SharedInput,
-    SumsOfAllProcesses,
     by_size,
     few,
     fill,
     filled,
+    groups_of,
     pool_of,
     pooled,
     says_nothing,
@@ -84,18 +84,16 @@ def sum_up(
     If layers share an input in some calls only, each sums for itself in another pass; raises ValueError if the calls
     ``go_on``, so that there is none.
     """
-    sums = SumsOfAllProcesses(collector, run)
-    while True:
-        inputs.collect(layer_plans, collector.see, sums.next_call, go_on=go_on)
-        groups = sums.groups()
-        if groups is not None:
-            break
-        if go_on:
-            what = f"layer {layer_plans[0].name!r} and others of its block share an input on some batches alone"
-            raise ValueError(f"{what}, which sequential='none' cannot sum up: give sequential='block'")
-        if sums.sharing_changed:
-            collector = Collector(needs=collector.needs, share=False)
-            sums = SumsOfAllProcesses(collector, run)
+    inputs.collect(layer_plans, collector.see, collector.end_call, go_on=go_on)
+    groups = groups_of(collector, run)
+    if groups is None and go_on:
+        what = f"layer {layer_plans[0].name!r} and others of its block share an input on some batches alone"
+        raise ValueError(f"{what}, which sequential='none' cannot sum up: give sequential='block'")
+    if groups is None:
+        apart = Collector(needs=collector.needs, share=False)
+        inputs.collect(layer_plans, apart.see, apart.end_call, go_on=False)
+        groups = groups_of(apart, run)
+        assert groups is not None, "layers that share no input"
     place = {layer_plan.name: number for number, layer_plan in enumerate(layer_plans)}
     return sorted(groups, key=lambda group: place[group[0][0]])
 

@@ -459,6 +459,10 @@ class Collector:
         for route in () if self._all_tokens else adapter.routes(layer.owner, inputs, token_mask):
             total.add_route(route)
 
+    def end_call(self, _: object = None) -> None:
+        """The model's call before, if there was one, is over."""
+        self.sharing.end_call()
+
     def take(self) -> Groups:
         """The statistics of all calls."""
         members = self.sharing.members().items()
@@ -485,47 +489,38 @@ def shared_sums(own: Mapping[Any, Tensor], processes: Processes, device: torch.d
     return sums
 
 
-class SumsOfAllProcesses:
-    """The sums of a ``collector`` over all processes of a run. `next_call` is called before each call of the model.
+def groups_of(collector: Collector, run: Run) -> Groups | None:
+    """(names of layers with one input, their statistics) once all calls are over, the same in all processes. None, in
+    all of them, if layers have shared an input in one call but not in another: all calls have to be run once more, by
+    layers that share no input."""
+    collector.end_call()
+    groups, changed = collector.take(), collector.sharing.changed
+    if run.processes.size > 1:
+        groups, changed = _added_up(groups, changed, collector.needs, run)
+    return None if changed else groups
 
-    ``sharing_changed``: whether layers of one process or several have shared an input in one call but not in another.
-    """
 
-    def __init__(self, collector: Collector, run: Run) -> None:
-        self.sharing_changed = False
-        self._collector, self._run = collector, run
-
-    def next_call(self, _: object = None) -> None:
-        """The call before, if there was one, is over."""
-        self._collector.sharing.end_call()
-
-    def groups(self) -> Groups | None:
-        """(names of layers with one input, their statistics), the same in all processes. None, in all of them, if
-        ``sharing_changed``: all calls have to be run once more, by layers that share no input."""
-        self.next_call()
-        own = {tuple(names): stats for names, stats in self._collector.take()}
-        processes, merged = self._run.processes, dict[Names, Stats]()
-        device = self._run.config.device or torch.device("cpu")
-        totals = shared_sums({names: _sums(stats) for names, stats in own.items()}, processes, device)
-        without = {names: _without_sums(stats) for names, stats in own.items()}
-        for of_rank in processes.all_gather(EXCHANGE, without):
-            for names, stats in of_rank.items():
-                merged[names] = merged[names] + stats if names in merged else stats
-        every = [name for names in merged for name in names]
-        changed = self._collector.sharing.changed or len(set(every)) < len(every)
-        self.sharing_changed = any(processes.all_gather("whether layers share inputs", changed))
-        if self.sharing_changed:
-            return None
-        groups: Groups = []
-        for names, stats in merged.items():
-            sums, gram = totals[names].to(_sums(stats).dtype), stats.gram is not None
-            if stats.counts is not None and self._collector.needs[names[0]] == ROWS:
-                held = own.get(names)
-                routes = held.routes if isinstance(held, DeferredStats) else []
-                groups.append((list(names), DeferredStats(stats.counts, sums, routes)))
-            else:
-                groups.append((list(names), _of_sums(stats.tokens, sums, gram=gram, counts=stats.counts)))
-        return groups
+def _added_up(groups: Groups, changed: bool, needs: Mapping[str, str], run: Run) -> tuple[Groups, bool]:
+    """(the sums of all processes, whether layers of one process or several have shared an input in some calls only)."""
+    own, merged = {tuple(names): stats for names, stats in groups}, dict[Names, Stats]()
+    device = run.config.device or torch.device("cpu")
+    totals = shared_sums({names: _sums(stats) for names, stats in own.items()}, run.processes, device)
+    without = {names: _without_sums(stats) for names, stats in own.items()}
+    for of_rank, changed_there in run.processes.all_gather(EXCHANGE, (without, changed)):
+        changed |= changed_there
+        for names, stats in of_rank.items():
+            merged[names] = merged[names] + stats if names in merged else stats
+    every = [name for names in merged for name in names]
+    added: Groups = []
+    for names, stats in merged.items():
+        sums, gram = totals[names].to(_sums(stats).dtype), stats.gram is not None
+        if stats.counts is not None and needs[names[0]] == ROWS:
+            held = own.get(names)
+            routes = held.routes if isinstance(held, DeferredStats) else []
+            added.append(([*names], DeferredStats(stats.counts, sums, routes)))
+        else:
+            added.append(([*names], _of_sums(stats.tokens, sums, gram=gram, counts=stats.counts)))
+    return added, changed or len(set(every)) < len(every)
 
 
 def _sums(stats: Stats | DeferredStats) -> Tensor:

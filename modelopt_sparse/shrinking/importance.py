@@ -20,7 +20,7 @@ from modelopt_sparse.calibration.calls import AtBlock, Inputs
 from modelopt_sparse.calibration.data import samples
 from modelopt_sparse.calibration.forward import CalibrationData, NumberedCall, forward_context
 from modelopt_sparse.calibration.run import Run
-from modelopt_sparse.calibration.sums import Collector, SumsOfAllProcesses, warn_of_few_tokens, without_data
+from modelopt_sparse.calibration.sums import Collector, groups_of, warn_of_few_tokens, without_data
 from modelopt_sparse.methods.base import Stats
 from modelopt_sparse.model.devices import flat_tensors
 from modelopt_sparse.model.layers import Layer
@@ -169,13 +169,12 @@ class _Seen:
     """
 
     collector: Collector
-    sums: SumsOfAllProcesses
     judging: set[int]
     place: int = 0
     absolute: dict[str, Tensor] = field(default_factory=dict)
 
     def begin(self, numbered: NumberedCall) -> None:
-        self.sums.next_call()
+        self.collector.end_call()
         self.place = numbered.number
 
     def see(self, layer: Layer, inputs: tuple[Tensor, ...], token_mask: Tensor | None) -> None:
@@ -235,10 +234,9 @@ def _sums(
     """Layer name -> (the Gram matrix of the batches that are fitted to, that of those that judge, ModelOpt's sums)."""
     names = [plan.name for plan in consumers]
     collector = Collector(needs=dict.fromkeys([*names, *(name + JUDGING for name in names)], "gram"), share=False)
-    sums = SumsOfAllProcesses(collector, run)
-    seen = _Seen(collector, sums, judging_calls(batches))
+    seen = _Seen(collector, judging_calls(batches))
     inputs.collect(consumers, seen.see, seen.begin, go_on=True)
-    groups = sums.groups() or []  # layers that share no input
+    groups = groups_of(collector, run) or []  # layers that share no input
     stats = {name: sums for of_layer, sums in groups for name in of_layer if isinstance(sums, Stats)}
     run.processes.all_reduce("scores", [seen.absolute[name] for name in names])
     grams = {}
