@@ -33,17 +33,17 @@ from modelopt_sparse.accuracy.tuning import (
     tunable,
     tune,
 )
-from modelopt_sparse.calibration.blocks import BlockTask
 from modelopt_sparse.calibration.calls import AtBlock, Inputs
 from modelopt_sparse.calibration.data import Call
+from modelopt_sparse.calibration.dense import BlockTask
 from modelopt_sparse.calibration.forward import INSTEAD, CalibrationData, PaddingError, forward_context
-from modelopt_sparse.calibration.run import Run
 from modelopt_sparse.model.hf import is_encoder_decoder
 from modelopt_sparse.model.masking import named_masks
 from modelopt_sparse.model.output import Output, in_words
 from modelopt_sparse.plan.options import HELD_BACK, HELD_BACK_FOR_OUTPUTS
+from modelopt_sparse.reports.rows import BlockReport, Distilled
 from modelopt_sparse.reports.text import Progress
-from modelopt_sparse.reports.values import BlockReport, Distilled
+from modelopt_sparse.run import Run
 
 # reconstruction -------------------------------------------------------------------------------------------------------
 

@@ -16,9 +16,9 @@ from modelopt_sparse.accuracy import tuning
 from modelopt_sparse.accuracy.repair import Teacher
 from modelopt_sparse.accuracy.tuning import TunedWeights, learning_rates, schedule
 from modelopt_sparse.calibration.data import Call, units
-from modelopt_sparse.calibration.run import calibrating
 from modelopt_sparse.distributed import Processes
 from modelopt_sparse.reports.report import Report
+from modelopt_sparse.run import calibrating
 from tests.helpers import (
     LiveBytes,
     Snapshot,
