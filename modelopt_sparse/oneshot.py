@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from modelopt_sparse.accuracy.distill import Teacher, distill
 from modelopt_sparse.accuracy.fisher import with_metrics
-from modelopt_sparse.accuracy.repair import Teacher, distill
 from modelopt_sparse.accuracy.tuning import BatchNumbers
 from modelopt_sparse.budget.choose import BudgetCurve, budgeted, curve_of
 from modelopt_sparse.calibration.data import Call

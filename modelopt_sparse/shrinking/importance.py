@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from modelopt_sparse.accuracy.repair import Teacher
+from modelopt_sparse.accuracy.distill import Teacher
 from modelopt_sparse.accuracy.tuning import BatchNumbers
 from modelopt_sparse.calibration.calls import AtBlock, Inputs
 from modelopt_sparse.calibration.data import samples

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from modelopt_sparse.accuracy.distill import Teacher, distill
 from modelopt_sparse.accuracy.fisher import with_metrics
-from modelopt_sparse.accuracy.repair import Teacher, dense_goals, distill, reconstruct
+from modelopt_sparse.accuracy.reconstruct import dense_goals, reconstruct
 from modelopt_sparse.accuracy.tuning import BatchNumbers
 from modelopt_sparse.calibration.data import Call
 from modelopt_sparse.calibration.dense import blocks_in_call_order, run_dense

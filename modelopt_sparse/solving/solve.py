@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from modelopt_sparse.accuracy.permute import permute
-from modelopt_sparse.accuracy.repair import dense_goals, reconstruct
+from modelopt_sparse.accuracy.reconstruct import dense_goals, reconstruct
 from modelopt_sparse.accuracy.tuning import Movable
 from modelopt_sparse.calibration.calls import AtBlock
 from modelopt_sparse.calibration.dense import BlockTask

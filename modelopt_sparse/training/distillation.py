@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import Cache
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
-from modelopt_sparse.accuracy.repair import OF_THE_LOSS
+from modelopt_sparse.accuracy.distill import OF_THE_LOSS
 from modelopt_sparse.checks import check_number
 from modelopt_sparse.distributed import is_sharded
 from modelopt_sparse.model.devices import flat_tensors, has_hook, in_eval_mode, unwrapped
