@@ -1,7 +1,7 @@
 """The public names and their modules: read by type checkers, and by lazy_loader when the package is imported."""
 
 from . import training as training
-from .accuracy.judge import evaluate as evaluate
+from .accuracy.evaluate import evaluate as evaluate
 from .budget.choose import BudgetCurve as BudgetCurve
 from .calibration.own_text import write_text as write_text
 from .checkpoint.save import load as load
@@ -34,7 +34,7 @@ from .plan.plan import Plan as Plan
 from .plan.planner import make_plan as make_plan
 from .reports.evaluate import Evaluation as Evaluation
 from .reports.report import Report as Report
-from .reports.values import Shrunk as Shrunk
+from .reports.rows import Shrunk as Shrunk
 from .runtime.convert import SpeedReport as SpeedReport
 from .runtime.convert import semi_structured_report as semi_structured_report
 from .runtime.convert import to_dense as to_dense

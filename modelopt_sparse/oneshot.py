@@ -10,15 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from modelopt_sparse.accuracy.distill import Teacher, distill
 from modelopt_sparse.accuracy.fisher import with_metrics
-from modelopt_sparse.accuracy.repair import Teacher, distill
 from modelopt_sparse.accuracy.tuning import BatchNumbers
 from modelopt_sparse.budget.choose import BudgetCurve, budgeted, curve_of
-from modelopt_sparse.calibration.blocks import blocks_in_call_order
 from modelopt_sparse.calibration.data import Call
-from modelopt_sparse.calibration.dense import run_dense
+from modelopt_sparse.calibration.dense import blocks_in_call_order, run_dense
 from modelopt_sparse.calibration.forward import CalibrationData
-from modelopt_sparse.calibration.run import InMemory, Run, Storage, calibrating, refuse_unusable
 from modelopt_sparse.distributed import Processes, is_sharded
 from modelopt_sparse.methods.base import Method
 from modelopt_sparse.model.devices import (
@@ -35,8 +33,9 @@ from modelopt_sparse.plan.options import HELD_BACK_FOR_OUTPUTS, SparsifyConfig
 from modelopt_sparse.plan.plan import Plan, common_to_processes
 from modelopt_sparse.plan.planner import distributed_in, plan_for, resolve
 from modelopt_sparse.reports.report import Report, attach_report, attached_report, merged_report
+from modelopt_sparse.reports.rows import PERMUTED
 from modelopt_sparse.reports.text import Progress
-from modelopt_sparse.reports.values import PERMUTED
+from modelopt_sparse.run import InMemory, Run, Storage, calibrating, refuse_unusable
 from modelopt_sparse.solving.solve import sparsify_block
 
 

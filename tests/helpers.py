@@ -17,10 +17,10 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from modelopt_sparse.calibration.forward import CalibrationData
-from modelopt_sparse.calibration.run import InMemory, Run
 from modelopt_sparse.distributed import Processes
 from modelopt_sparse.plan.planner import plan_for, resolve
 from modelopt_sparse.reports.report import Report
+from modelopt_sparse.run import InMemory, Run
 
 ROOT = Path(__file__).parent.parent
 TESTBED = ROOT / "examples" / "testbed"

@@ -264,7 +264,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kinds", nargs="+", choices=KINDS)
     parser.add_argument("--runs", default=",".join(name for name in RUNS if "+" not in name), help="names of runs")
-    parser.add_argument("--pattern", default="2:4", help="2:4, or a level: then qualities have a budget")
+    parser.add_argument("--pattern", default="2:4", help="2:4, or a level, which is a budget of zeros")
     parser.add_argument("--draws", type=int, default=1, help="draws of calibration rows")
     parser.add_argument("--rows", type=int, help="calibration rows")
     parser.add_argument("--batch", type=int, help="rows in a batch")
@@ -275,6 +275,9 @@ def main() -> None:
     options.work.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
     done = json.loads(options.out.read_text()) if options.out.is_file() else {}
+    of_groups = ":" in options.pattern
+    # channels are permuted for the sake of groups
+    runs = [run for run in options.runs.split(",") if of_groups or not RUNS[run].get("permute")]
     for name in options.kinds:
         kind = KINDS[name]
         data = partial(kind.data, work=options.work) if kind.data is sequences else kind.data
@@ -284,11 +287,12 @@ def main() -> None:
         dense = predictions(model, held_out)
         for draw in range(options.draws):
             batches = in_batches(data(count, draw, held_out=False), size)
-            for run in options.runs.split(","):
+            for run in runs:
                 key = f"{name}, {options.pattern}, {count} rows in batches of {size}, draw {draw}: {run}"
                 if key not in done:
                     sparse, began = copy.deepcopy(model), time.process_time()
-                    mts.sparsify(sparse, pattern=options.pattern, data_loader=batches, progress=False, **RUNS[run])
+                    zeros = {"pattern": options.pattern} if of_groups else {"budget": f"{options.pattern} zeros"}
+                    mts.sparsify(sparse, **zeros, data_loader=batches, progress=False, **RUNS[run])
                     seconds = time.process_time() - began
                     pairs = [*zip(dense, predictions(sparse, held_out))]
                     total = sum(float((p.exp() * (p - q)).sum()) for p, q in pairs)

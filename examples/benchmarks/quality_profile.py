@@ -29,10 +29,10 @@ TESTBED = Path(__file__).resolve().parent.parent / "testbed"
 PARTS = {  # part -> the end of a file's path and a function in it
     "permute": [("accuracy/permute.py", "permute")],
     "solver": [("solving/solve.py", "solve_layer")],
-    "reconstruct": [("accuracy/repair.py", name) for name in ("dense_goals", "reconstruct")],
+    "reconstruct": [("accuracy/reconstruct.py", name) for name in ("dense_goals", "reconstruct")],
     "metric": [("accuracy/fisher.py", "with_metrics")],
     "own text": [("calibration/own_text.py", "own_calls")],
-    "distill": [("accuracy/repair.py", name) for name in ("of", "distill")],
+    "distill": [("accuracy/distill.py", name) for name in ("of", "distill")],
 }
 
 

@@ -20,12 +20,12 @@ from torch.utils.checkpoint import checkpoint
 from modelopt_sparse.accuracy.tuning import only_these_require_grad
 from modelopt_sparse.calibration.data import samples
 from modelopt_sparse.calibration.forward import CalibrationData, NumberedCall
-from modelopt_sparse.calibration.run import Run
-from modelopt_sparse.calibration.sums import shared_sums
+from modelopt_sparse.calibration.stats import shared_sums
 from modelopt_sparse.model.devices import flat_tensors, has_hook, input_device
 from modelopt_sparse.model.layers import Layer
 from modelopt_sparse.model.output import OutputError, size_of
 from modelopt_sparse.plan.options import SparsifyConfig
+from modelopt_sparse.run import Run
 
 # a backward pass that holds one block at a time -----------------------------------------------------------------------
 # Blocks keep nothing but their inputs for it, and run once more in it (Chen et al. 2016, arXiv 1604.06174).

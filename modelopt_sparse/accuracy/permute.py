@@ -15,12 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from modelopt_sparse.accuracy.fisher import users_first
-from modelopt_sparse.calibration.blocks import BlockTask
 from modelopt_sparse.calibration.calls import AtBlock, Inputs
+from modelopt_sparse.calibration.dense import BlockTask
 from modelopt_sparse.calibration.forward import forward_context
-from modelopt_sparse.calibration.inputs import sum_up
-from modelopt_sparse.calibration.run import Run
-from modelopt_sparse.calibration.sums import Collector
+from modelopt_sparse.calibration.stats import Collector, sum_up
 from modelopt_sparse.distributed import Processes
 from modelopt_sparse.methods.base import Stats
 from modelopt_sparse.methods.patterns import NM
@@ -29,6 +27,7 @@ from modelopt_sparse.model.devices import stored
 from modelopt_sparse.model.layers import Layer
 from modelopt_sparse.model.masking import SUFFIX
 from modelopt_sparse.plan.plan import LayerPlan
+from modelopt_sparse.run import Run
 
 # what reordering both sides may change by rounding, as a share of what reordering one side alone changes: in the
 # taker's output, and in the block's, where the residual stream's rounding weighs more

@@ -14,11 +14,11 @@ from itertools import pairwise
 import numpy as np
 
 from modelopt_sparse.budget.knapsack import choose
+from modelopt_sparse.checks import grouped
 from modelopt_sparse.methods.patterns import NM, Pattern, Unstructured
 from modelopt_sparse.plan.budget import Budget
 from modelopt_sparse.plan.options import SparsifyConfig
 from modelopt_sparse.plan.plan import LayerPlan, Plan, takes_shape
-from modelopt_sparse.values import grouped
 
 GRID = 10_000  # levels have four decimals
 BYTES = 2  # of a weight: runtimes pack those in 16 bits, to which others are converted before

@@ -19,12 +19,9 @@ from torch import Tensor
 from modelopt_sparse.accuracy.fisher import WEIGHED, Gradients, gradients_of, users_first, wants_metrics, with_metrics
 from modelopt_sparse.accuracy.tuning import BatchNumbers, called_with
 from modelopt_sparse.budget.costs import ChoiceCosts, Chosen, Losses
-from modelopt_sparse.calibration.blocks import blocks_in_call_order
-from modelopt_sparse.calibration.dense import run_dense
+from modelopt_sparse.calibration.dense import blocks_in_call_order, run_dense
 from modelopt_sparse.calibration.forward import CalibrationData
-from modelopt_sparse.calibration.inputs import collect
-from modelopt_sparse.calibration.run import Run
-from modelopt_sparse.calibration.sums import BY_SIZE, FEWER, DeferredStats, SharedInput, part_of
+from modelopt_sparse.calibration.stats import BY_SIZE, FEWER, DeferredStats, SharedInput, collect, part_of
 from modelopt_sparse.distributed import Processes
 from modelopt_sparse.methods import METHODS
 from modelopt_sparse.methods.base import Stats
@@ -35,6 +32,7 @@ from modelopt_sparse.plan.options import OF_OUTPUT
 from modelopt_sparse.plan.plan import LayerPlan
 from modelopt_sparse.reports.report import Report
 from modelopt_sparse.reports.text import Progress
+from modelopt_sparse.run import Run
 from modelopt_sparse.solving.solve import solve_layers
 
 # solutions that are only tried ----------------------------------------------------------------------------------------

@@ -46,7 +46,6 @@ from modelopt_sparse.calibration.forward import (
     onloaded_blocks,
     watched_outputs,
 )
-from modelopt_sparse.calibration.run import Run
 from modelopt_sparse.calibration.state import ModelState, objects_of, own_arguments
 from modelopt_sparse.model.devices import (
     flat_tensors,
@@ -59,6 +58,7 @@ from modelopt_sparse.model.devices import (
 )
 from modelopt_sparse.model.layers import Stack
 from modelopt_sparse.plan.plan import LayerPlan
+from modelopt_sparse.run import Run
 
 CANDIDATES = 4  # newest tensors of one shape that another one is compared with
 

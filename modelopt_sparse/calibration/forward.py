@@ -19,7 +19,6 @@ from transformers import PreTrainedModel
 from modelopt_sparse.calibration.answers import Unknown, drawing_from
 from modelopt_sparse.calibration.data import Call, digest_of, held_back, load_calls, samples, source_of, units
 from modelopt_sparse.calibration.own_text import calls_from_nothing, monotonous, own_calls, rows_of, why_none_is_written
-from modelopt_sparse.calibration.run import Run, Unreadable
 from modelopt_sparse.model.adapters import CONV
 from modelopt_sparse.model.devices import (
     dense_rows,
@@ -37,6 +36,7 @@ from modelopt_sparse.model.hf import is_encoder_decoder, takes
 from modelopt_sparse.model.layers import Layer
 from modelopt_sparse.model.output import Output, OutputError, name_of
 from modelopt_sparse.plan.plan import LayerPlan
+from modelopt_sparse.run import Run, Unreadable
 
 # which tokens of a call are padding -----------------------------------------------------------------------------------
 

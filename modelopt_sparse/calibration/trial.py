@@ -16,9 +16,9 @@ from torch import nn
 
 from modelopt_sparse.calibration.calls import AtBlock, Calls, UnderWay, WalkedCall
 from modelopt_sparse.calibration.forward import NumberedCall, PaddingError, forward_context
-from modelopt_sparse.calibration.run import Run, Unreadable
 from modelopt_sparse.model.devices import dense_rows, flat_tensors, version
 from modelopt_sparse.model.layers import Stack
+from modelopt_sparse.run import Run, Unreadable
 
 # what is compared -----------------------------------------------------------------------------------------------------
 

@@ -22,7 +22,6 @@ from torch import nn
 from transformers.utils import CHAT_TEMPLATE_DIR
 
 from modelopt_sparse.calibration.data import Call, digest_of, load_calls
-from modelopt_sparse.calibration.run import Run
 from modelopt_sparse.checkpoint.dequantize import Quantized, dequantization_of
 from modelopt_sparse.checkpoint.folder import (
     DESCRIPTION,
@@ -55,6 +54,7 @@ from modelopt_sparse.plan.options import SparsifyConfig
 from modelopt_sparse.plan.plan import Plan, started_with
 from modelopt_sparse.plan.planner import distributed_in, plan_for, resolve
 from modelopt_sparse.reports.report import Report
+from modelopt_sparse.run import Run
 from modelopt_sparse.shrinking.plan import HOW, checked, settings_of_run, shrink_config
 from modelopt_sparse.shrinking.shrink import criterion_of, shrink_to_one
 from modelopt_sparse.shrinking.sizes import ShrinkRequest, kept_in, sizes_for

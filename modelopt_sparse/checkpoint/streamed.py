@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 from transformers.utils.hub import cached_file, snapshot_download
 
-from modelopt_sparse.calibration.run import Storage, Unreadable
 from modelopt_sparse.checkpoint.dequantize import Quantized, dtype_of, kept_wide, load_dequantized
 from modelopt_sparse.checkpoint.folder import INDEX, WEIGHTS, file_hash, weight_files, weight_reader, write_masks
 from modelopt_sparse.checkpoint.workfolder import BUDGET, BlockRecord, WorkFolder
@@ -34,8 +33,9 @@ from modelopt_sparse.model.hf import empty_model, model_class, unloaded
 from modelopt_sparse.model.masking import named_masks, remove_masks
 from modelopt_sparse.plan.memory import own_parameters
 from modelopt_sparse.reports.report import Report
+from modelopt_sparse.reports.rows import BlockReport, LayerReport
 from modelopt_sparse.reports.text import first_few, only_errors
-from modelopt_sparse.reports.values import BlockReport, LayerReport
+from modelopt_sparse.run import Storage, Unreadable
 from modelopt_sparse.shrinking.resize import tensors_of
 
 ONE_FILE = 2**60  # a shard size that no block reaches

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from modelopt_sparse.checkpoint.folder import DESCRIPTION, masks_of, rewritten, weight_reader
 from modelopt_sparse.checkpoint.workfolder import STARTED
+from modelopt_sparse.checks import grouped
 from modelopt_sparse.methods.patterns import Pattern, Unstructured, parse_pattern
 from modelopt_sparse.methods.scores import Magnitude
 from modelopt_sparse.model.devices import stored
@@ -21,9 +22,8 @@ from modelopt_sparse.model.masking import named_masks
 from modelopt_sparse.plan.options import SparsifyConfig
 from modelopt_sparse.plan.planner import plan_for
 from modelopt_sparse.reports.report import Report, attached_report
+from modelopt_sparse.reports.rows import UNMASKED
 from modelopt_sparse.reports.text import Column, counted, first_few, paragraph, rows_of
-from modelopt_sparse.reports.values import UNMASKED
-from modelopt_sparse.values import grouped
 
 
 @dataclass(frozen=True)

@@ -415,9 +415,9 @@ def shrink(
     as_json: Json = False,
 ) -> None:
     """Make MODEL smaller: fewer MLP channels, experts or blocks. Write a plain folder, for any engine."""
+    from modelopt_sparse.checks import read_yaml
     from modelopt_sparse.cli.inputs import settings_of
     from modelopt_sparse.distributed import rank
-    from modelopt_sparse.values import read_yaml
 
     if spill and not stream:
         raise ValueError("--spill goes with --stream")

@@ -18,11 +18,11 @@ from modelopt_sparse.calibration.data import documents_of, opened, tokens_of
 from modelopt_sparse.checkpoint.dequantize import Quantized, dequantization_of, load_dequantized
 from modelopt_sparse.checkpoint.folder import DESCRIPTION
 from modelopt_sparse.checkpoint.streamed import local_folder
+from modelopt_sparse.checks import read_yaml
 from modelopt_sparse.distributed import own_device
 from modelopt_sparse.model.hf import empty_model, model_class, quantization_of
 from modelopt_sparse.plan.options import SELF, is_data_set
 from modelopt_sparse.reports.evaluate import task_scores
-from modelopt_sparse.values import read_yaml
 
 # errors of the input: one line and an exit code, no traceback
 WRONG = (ValueError, TypeError, OSError, SafetensorError, MemoryError, torch.OutOfMemoryError)

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from modelopt_sparse.checks import check_number, check_whole
 from modelopt_sparse.methods.base import Method, Solution, Stats, relative_error, written
 from modelopt_sparse.methods.patterns import Pattern
-from modelopt_sparse.values import check_number, check_whole
 
 # masked conjugate gradients -------------------------------------------------------------------------------------------
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from modelopt_sparse.checks import check_number
 from modelopt_sparse.methods.base import Method, Solution, Stats, masked_solution
 from modelopt_sparse.methods.patterns import Pattern
-from modelopt_sparse.values import check_number
 
 
 class Magnitude(Method):

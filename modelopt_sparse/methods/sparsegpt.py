@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from modelopt_sparse.checks import check_number, check_whole
 from modelopt_sparse.methods.base import Method, Solution, Stats, relative_error, written
 from modelopt_sparse.methods.patterns import NM, Pattern, Unstructured, cut, keep_largest
-from modelopt_sparse.values import check_number, check_whole
 
 # the sweep over one block of columns (algorithm 1, inner loop) -------------------------------------------------------
 # Two paths compute the same: plain torch, for every dtype, device and pattern, and one fused Triton kernel. The torch

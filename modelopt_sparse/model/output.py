@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from modelopt_sparse.checks import is_whole, shown
 from modelopt_sparse.model.devices import parts_of
-from modelopt_sparse.values import is_whole, shown
 
 Which = str | int | Callable[[Any], Tensor]
 Divergence = str | Callable[[Tensor, Tensor], Tensor]

@@ -7,6 +7,7 @@ from itertools import accumulate
 import torch
 from torch import nn
 
+from modelopt_sparse.checks import grouped
 from modelopt_sparse.model.adapters import CONV, UP
 from modelopt_sparse.model.devices import bytes_of, input_device
 from modelopt_sparse.model.hf import default_seq_len, text_config_of, writes_text
@@ -14,7 +15,6 @@ from modelopt_sparse.model.layers import Stack
 from modelopt_sparse.plan.options import HELD_BACK_FOR_OUTPUTS, OWN_WINDOWS, STEP_TOKENS, SparsifyConfig
 from modelopt_sparse.plan.plan import LayerPlan, Plan
 from modelopt_sparse.reports.text import first_few
-from modelopt_sparse.values import grouped
 
 HOST = "host"  # the place that is the CPU's memory
 BYTES_PER_SUM = 4  # of a number of a layer's input, which is cast to float32 for its statistics

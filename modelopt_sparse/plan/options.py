@@ -14,6 +14,7 @@ import torch
 from accelerate.utils import convert_file_size_to_int
 from torch.utils.data import Dataset
 
+from modelopt_sparse.checks import Stream, check_number, check_options, is_whole, shown
 from modelopt_sparse.methods.base import Method
 from modelopt_sparse.methods.patterns import NM, Pattern, Unstructured, parse_pattern
 from modelopt_sparse.methods.scores import GivenMask
@@ -31,7 +32,6 @@ from modelopt_sparse.plan.budget import (
     zeros_of,
 )
 from modelopt_sparse.reports.text import nearest, refuse_unknown
-from modelopt_sparse.values import Stream, check_number, check_options, is_whole, shown
 
 # globs ----------------------------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from modelopt_sparse.checks import shown
 from modelopt_sparse.methods import ALIASES, METHODS
 from modelopt_sparse.methods.base import NEEDS, Method
 from modelopt_sparse.methods.patterns import NM, Pattern, Unstructured, parse_pattern
@@ -29,9 +30,8 @@ from modelopt_sparse.plan.budget import parse_choices
 from modelopt_sparse.plan.memory import estimated, experts_at_once, experts_per_token, lacking, tight
 from modelopt_sparse.plan.options import Rule, SparsifyConfig, check_globs, first_match, parse_mode, quality_of
 from modelopt_sparse.plan.plan import LayerPlan, Plan, takes_shape
+from modelopt_sparse.reports.rows import Skipped
 from modelopt_sparse.reports.text import first_few, nearest, refuse_unknown
-from modelopt_sparse.reports.values import Skipped
-from modelopt_sparse.values import shown
 
 ANY_PARAMETER = "mts.set_mask(model, name, mask) and training.Static take any parameter"
 Decision = tuple[Method, Pattern, dict[str, Any], tuple[Pattern | None, ...]]  # method, pattern, options, choices

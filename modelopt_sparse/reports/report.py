@@ -1,4 +1,4 @@
-"""`Report`: what a run did and measured, in the rows of `values.py`; as a table, as JSON, and as an HTML page."""
+"""`Report`: what a run did and measured, in the rows of `rows.py`; as a table, as JSON, and as an HTML page."""
 
 import math
 import platform
@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from modelopt_sparse import __version__
 from modelopt_sparse.model.output import in_words
 from modelopt_sparse.reports.evaluate import Evaluation, task_scores
-from modelopt_sparse.reports.text import Column, Printed, by_reason, counted, in_steps, paragraph, rows_of, table
-from modelopt_sparse.reports.values import (
+from modelopt_sparse.reports.rows import (
     DISTILLED,
     ERROR_FROM,
     RECONSTRUCTED,
@@ -27,7 +26,8 @@ from modelopt_sparse.reports.values import (
     Shrunk,
     Skipped,
 )
-from modelopt_sparse.reports.values import StepReport as StepReport  # here models of `torch.save` look for it
+from modelopt_sparse.reports.rows import StepReport as StepReport  # here models of `torch.save` look for it
+from modelopt_sparse.reports.text import Column, Printed, by_reason, counted, in_steps, paragraph, rows_of, table
 
 ATTRIBUTE = "sparsity_report"  # where a model holds its report
 

@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 from tqdm.auto import tqdm
 
-from modelopt_sparse.values import grouped, shown
+from modelopt_sparse.checks import grouped, shown
 
 WIDTH = 100  # columns of the terminal that folded text fits
 LEAST = 14  # columns of a table are not made narrower than this, nor than their words

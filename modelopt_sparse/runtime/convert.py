@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from modelopt_sparse.checks import check_choice, check_number, is_whole
 from modelopt_sparse.distributed import is_sharded
 from modelopt_sparse.model.forwards import has_own_forward
 from modelopt_sparse.model.layers import find_layers
@@ -34,7 +35,6 @@ from modelopt_sparse.runtime.kernels import (
     unpack_module,
 )
 from modelopt_sparse.runtime.timing import Place, Timing, decide, eager_seconds, time_layer
-from modelopt_sparse.values import check_choice, check_number, is_whole
 
 ATTRIBUTE = "semi_structured_report"  # where a model holds its report
 SPARSE, DENSE = "2:4", "dense"  # values of LayerSpeed.runs

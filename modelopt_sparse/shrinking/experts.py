@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from modelopt_sparse.accuracy.tuning import BatchNumbers
-from modelopt_sparse.calibration.blocks import BlockTask
 from modelopt_sparse.calibration.calls import Inputs
+from modelopt_sparse.calibration.dense import BlockTask
 from modelopt_sparse.calibration.forward import CalibrationData, NumberedCall
-from modelopt_sparse.calibration.run import Run
-from modelopt_sparse.calibration.sums import without_data
+from modelopt_sparse.calibration.stats import without_data
 from modelopt_sparse.model.adapters import real_rows
 from modelopt_sparse.model.layers import Layer
+from modelopt_sparse.run import Run
 from modelopt_sparse.shrinking.cutting import Choice, changed_in_calls, cut_block
 from modelopt_sparse.shrinking.importance import Criterion, by_block
 from modelopt_sparse.shrinking.least_squares import RoutedCall, largest, refit_experts

@@ -13,20 +13,20 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from modelopt_sparse.accuracy.repair import Teacher
+from modelopt_sparse.accuracy.distill import Teacher
 from modelopt_sparse.accuracy.tuning import BatchNumbers
-from modelopt_sparse.calibration.blocks import BlockTask, blocks_in_call_order
 from modelopt_sparse.calibration.calls import AtBlock, Inputs
 from modelopt_sparse.calibration.data import samples
+from modelopt_sparse.calibration.dense import BlockTask, blocks_in_call_order
 from modelopt_sparse.calibration.forward import CalibrationData, NumberedCall, forward_context
-from modelopt_sparse.calibration.run import Run
-from modelopt_sparse.calibration.sums import Collector, groups_of, warn_of_few_tokens, without_data
+from modelopt_sparse.calibration.stats import Collector, groups_of, warn_of_few_tokens, without_data
 from modelopt_sparse.methods.base import Stats
 from modelopt_sparse.model.devices import flat_tensors
 from modelopt_sparse.model.layers import Layer
 from modelopt_sparse.plan.plan import LayerPlan
+from modelopt_sparse.reports.rows import Shrunk
 from modelopt_sparse.reports.text import Progress
-from modelopt_sparse.reports.values import Shrunk
+from modelopt_sparse.run import Run
 from modelopt_sparse.shrinking.cutting import Choice, skipped
 from modelopt_sparse.shrinking.least_squares import gram_scores, judging_calls, largest, least_squares
 from modelopt_sparse.shrinking.resize import BlockCount, ChannelGroup

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from modelopt_sparse.accuracy.tuning import BatchNumbers
-from modelopt_sparse.calibration.run import Run
-from modelopt_sparse.calibration.sums import add_product, completed, shared_sums
+from modelopt_sparse.calibration.stats import add_product, completed, shared_sums
 from modelopt_sparse.model.adapters import SECOND, Route
 from modelopt_sparse.model.devices import stored
+from modelopt_sparse.run import Run
 
 
 def judging_calls(batches: BatchNumbers) -> set[int]:

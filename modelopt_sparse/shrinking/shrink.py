@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from modelopt_sparse.accuracy.distill import Teacher, distill
 from modelopt_sparse.accuracy.fisher import with_metrics
-from modelopt_sparse.accuracy.repair import Teacher, dense_goals, distill, reconstruct
+from modelopt_sparse.accuracy.reconstruct import dense_goals, reconstruct
 from modelopt_sparse.accuracy.tuning import BatchNumbers
-from modelopt_sparse.calibration.blocks import blocks_in_call_order
 from modelopt_sparse.calibration.data import Call
-from modelopt_sparse.calibration.dense import run_dense
+from modelopt_sparse.calibration.dense import blocks_in_call_order, run_dense
 from modelopt_sparse.calibration.forward import CalibrationData
-from modelopt_sparse.calibration.run import InMemory, Run, calibrating
+from modelopt_sparse.checks import check_choice, check_flag
 from modelopt_sparse.distributed import Processes
 from modelopt_sparse.methods.scores import Magnitude
 from modelopt_sparse.model.devices import flat_tensors, input_device, run_eagerly
@@ -32,15 +32,15 @@ from modelopt_sparse.plan.options import Reconstruct, SparsifyConfig
 from modelopt_sparse.plan.plan import common_to_processes
 from modelopt_sparse.plan.planner import plan_for
 from modelopt_sparse.reports.report import Report, attach_report
+from modelopt_sparse.reports.rows import Shrunk
 from modelopt_sparse.reports.text import Progress
-from modelopt_sparse.reports.values import Shrunk
+from modelopt_sparse.run import InMemory, Run, calibrating
 from modelopt_sparse.shrinking import experts as mixtures
 from modelopt_sparse.shrinking import importance
 from modelopt_sparse.shrinking.cutting import Choice, Cutting, skipped
 from modelopt_sparse.shrinking.importance import BLOCKS_BY, CRITERIA, EXPERT_CRITERIA, Criterion, Judge
 from modelopt_sparse.shrinking.plan import STALE, checked, settings_of_run, shrink_config
 from modelopt_sparse.shrinking.sizes import ShrinkRequest, TargetSizes, costs, kept_in, sizes_for
-from modelopt_sparse.values import check_choice, check_flag
 
 LITTLE = 0.25  # an error from which on a block had no channels to spare
 CALLS = {"seconds of 1 x 128 tokens": 128, "seconds of one token": 1}

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
+from modelopt_sparse.checks import is_whole
 from modelopt_sparse.methods.patterns import Unstructured, parse_pattern
 from modelopt_sparse.model.adapters import LAST, RoutedAdapter
 from modelopt_sparse.model.hf import cache_name
@@ -21,8 +22,8 @@ from modelopt_sparse.model.layers import Layer
 from modelopt_sparse.plan.budget import parse_budget
 from modelopt_sparse.plan.options import SparsifyConfig, check_globs, first_match
 from modelopt_sparse.plan.plan import Plan
+from modelopt_sparse.reports.rows import Shrunk
 from modelopt_sparse.reports.text import nearest
-from modelopt_sparse.reports.values import Shrunk
 from modelopt_sparse.shrinking.resize import (
     BlockCount,
     channels_in,
@@ -32,7 +33,6 @@ from modelopt_sparse.shrinking.resize import (
     numbers_in,
     twin_of,
 )
-from modelopt_sparse.values import is_whole
 
 MULTIPLES = (256, 128, 64, 32, 8)  # of a width, with multiple_of="auto": the first that moves it by no more than
 MOVED = 0.02  # of it, else the last

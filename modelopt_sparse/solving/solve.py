@@ -19,13 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from modelopt_sparse.accuracy.permute import permute
-from modelopt_sparse.accuracy.repair import dense_goals, reconstruct
+from modelopt_sparse.accuracy.reconstruct import dense_goals, reconstruct
 from modelopt_sparse.accuracy.tuning import Movable
-from modelopt_sparse.calibration.blocks import BlockTask
 from modelopt_sparse.calibration.calls import AtBlock
-from modelopt_sparse.calibration.inputs import collect
-from modelopt_sparse.calibration.run import Run, refuse_unusable
-from modelopt_sparse.calibration.sums import DeferredStats, InputFacts, SharedInput, part_of
+from modelopt_sparse.calibration.dense import BlockTask
+from modelopt_sparse.calibration.stats import DeferredStats, InputFacts, SharedInput, collect, part_of
 from modelopt_sparse.methods.alps import DAMPING, Scaled, polish
 from modelopt_sparse.methods.base import Solution, Stats, masked_solution, output_energy
 from modelopt_sparse.methods.patterns import NM, cut
@@ -34,7 +32,8 @@ from modelopt_sparse.model.devices import free_what_can_be_freed, is_out_of_memo
 from modelopt_sparse.model.masking import named_masks, set_mask
 from modelopt_sparse.plan.options import SparsifyConfig
 from modelopt_sparse.plan.plan import LayerPlan
-from modelopt_sparse.reports.values import PERMUTED, LayerReport, StepReport
+from modelopt_sparse.reports.rows import PERMUTED, LayerReport, StepReport
+from modelopt_sparse.run import Run, refuse_unusable
 
 
 @contextmanager

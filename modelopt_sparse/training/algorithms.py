@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from modelopt_sparse.checks import check_choice, check_number, check_whole, shown
 from modelopt_sparse.methods.patterns import NM, SCOPES, parse_pattern
 from modelopt_sparse.training.planner import Filter, levels_at, parse_filter
 from modelopt_sparse.training.sparsity import Sparsity
@@ -30,7 +31,6 @@ from modelopt_sparse.training.updates import (
     parse_update,
     uniform,
 )
-from modelopt_sparse.values import check_choice, check_number, check_whole, shown
 
 DISTRIBUTIONS = ("uniform", "erk")
 NAMED = 80  # characters of the names of an entry that a Group shows

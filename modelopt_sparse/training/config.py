@@ -23,12 +23,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from modelopt_sparse.checks import check_flag, read_yaml, shown
 from modelopt_sparse.reports.text import nearest, refuse_unknown
 from modelopt_sparse.training.algorithms import Group, SparsityAlgorithm
 from modelopt_sparse.training.planner import DEFAULT
 from modelopt_sparse.training.sparsity import LOG, Sparsity
 from modelopt_sparse.training.updates import KINDS
-from modelopt_sparse.values import check_flag, read_yaml, shown
 
 SECTION, IFT = "sparsity", "sparse_ift"
 NAMES = ("param_name_patterns", "param_filter", "include")

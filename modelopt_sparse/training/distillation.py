@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from transformers import Cache
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
-from modelopt_sparse.accuracy.repair import OF_THE_LOSS
+from modelopt_sparse.accuracy.distill import OF_THE_LOSS
+from modelopt_sparse.checks import check_number
 from modelopt_sparse.distributed import is_sharded
 from modelopt_sparse.model.devices import flat_tensors, has_hook, in_eval_mode, unwrapped
 from modelopt_sparse.model.hf import is_encoder_decoder, takes
 from modelopt_sparse.model.output import kl_divergence
-from modelopt_sparse.values import check_number
 
 IGNORED = -100  # transformers' label of what is not to be predicted
 

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 from transformers import PreTrainedModel
 
+from modelopt_sparse.checks import shown
 from modelopt_sparse.distributed import full
 from modelopt_sparse.methods.patterns import Unstructured, count_zeros, level_of
 from modelopt_sparse.methods.scores import Magnitude
@@ -40,10 +41,9 @@ from modelopt_sparse.model.masking import (
 from modelopt_sparse.plan.options import SparsifyConfig, check_globs, first_match
 from modelopt_sparse.plan.planner import plan_for
 from modelopt_sparse.reports.report import attach_report, attached_report
+from modelopt_sparse.reports.rows import REPLACED, Skipped
 from modelopt_sparse.reports.text import Column, Printed, by_reason, first_few, paragraph, rows_of, table
-from modelopt_sparse.reports.values import REPLACED, Skipped
 from modelopt_sparse.training.updates import AtSteps, Constant, EveryFew
-from modelopt_sparse.values import shown
 
 BLOCKS, DEFAULT = "blocks", "default"
 DENSE_WORDS = ("embedding", "norm", "lm_head")  # in a parameter's name; those of the Cerebras Model Zoo

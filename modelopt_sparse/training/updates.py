@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from modelopt_sparse.checks import check_whole, is_number, is_whole, shown
 from modelopt_sparse.methods.patterns import NM, count_zeros, keep_largest
 from modelopt_sparse.reports.text import nearest
-from modelopt_sparse.values import check_whole, is_number, is_whole, shown
 
 # levels by the step ---------------------------------------------------------------------------------------------------
 

@@ -10,15 +10,15 @@ from torch import nn
 from transformers import Gemma2Config, Gemma2ForCausalLM, ViTConfig, ViTForImageClassification
 
 import modelopt_sparse as mts
+from modelopt_sparse.accuracy import distill as distillation
 from modelopt_sparse.accuracy import fisher as recompute
-from modelopt_sparse.accuracy import repair as distillation
 from modelopt_sparse.accuracy import tuning
-from modelopt_sparse.accuracy.repair import Teacher
+from modelopt_sparse.accuracy.distill import Teacher
 from modelopt_sparse.accuracy.tuning import TunedWeights, learning_rates, schedule
 from modelopt_sparse.calibration.data import Call, units
-from modelopt_sparse.calibration.run import calibrating
 from modelopt_sparse.distributed import Processes
 from modelopt_sparse.reports.report import Report
+from modelopt_sparse.run import calibrating
 from tests.helpers import (
     LiveBytes,
     Snapshot,

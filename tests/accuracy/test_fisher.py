@@ -10,11 +10,11 @@ import modelopt_sparse as mts
 from modelopt_sparse.accuracy import fisher as recompute
 from modelopt_sparse.accuracy.fisher import PLAIN, metric, with_metrics
 from modelopt_sparse.calibration.forward import CalibrationData
-from modelopt_sparse.calibration.run import InMemory, Run, calibrating
 from modelopt_sparse.distributed import Processes
 from modelopt_sparse.plan.options import Reconstruct
 from modelopt_sparse.plan.planner import plan_for, resolve
 from modelopt_sparse.reports.report import Report
+from modelopt_sparse.run import InMemory, Run, calibrating
 from tests.helpers import Snapshot, assert_same_state, in_steps, refused, state_of, tiny_llama, token_batches
 
 BATCHES = 5

@@ -12,8 +12,8 @@ from transformers.modeling_outputs import BaseModelOutput
 
 import modelopt_sparse as mts
 from modelopt_sparse.accuracy.fisher import gradients_of
-from modelopt_sparse.calibration.run import calibrating
 from modelopt_sparse.model.output import Output, OutputError, relative
+from modelopt_sparse.run import calibrating
 from tests.helpers import calibrated_run, in_steps, judging_outputs, refused, tiny_llama
 
 pytestmark = pytest.mark.core

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 import modelopt_sparse as mts
 from modelopt_sparse.accuracy.permute import channel_order, kept_share, permute, possible_folds
-from modelopt_sparse.calibration.blocks import blocks_in_call_order
 from modelopt_sparse.calibration.calls import AtBlock
-from modelopt_sparse.calibration.run import calibrating
+from modelopt_sparse.calibration.dense import blocks_in_call_order
+from modelopt_sparse.run import calibrating
 from tests.helpers import assert_bits, assert_same_state, calibrated_run, state_of, tiny_llama, token_batches
 from tests.models.architectures import ARCHITECTURES
 

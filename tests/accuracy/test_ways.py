@@ -9,8 +9,8 @@ import torch
 
 import modelopt_sparse as mts
 from modelopt_sparse import oneshot
-from modelopt_sparse.accuracy import repair
-from modelopt_sparse.accuracy.repair import Way
+from modelopt_sparse.accuracy import reconstruct
+from modelopt_sparse.accuracy.reconstruct import Way
 from tests.helpers import assert_same_state, in_steps, judging_outputs, state_of, tiny_llama, token_batches
 
 BATCHES = 9
@@ -32,7 +32,7 @@ def options_of(way: Way) -> dict:
 def tried(monkeypatch, way: Way):
     """What a way comes to while it is tried: a quarter of the steps is held back."""
     with monkeypatch.context() as patch:
-        patch.setattr(repair, "HELD_BACK", repair.HELD_BACK_FOR_OUTPUTS)
+        patch.setattr(reconstruct, "HELD_BACK", reconstruct.HELD_BACK_FOR_OUTPUTS)
         return sparsified(reconstruct=options_of(way))
 
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 import modelopt_sparse as mts
 from modelopt_sparse.calibration import sums as grams
-from modelopt_sparse.calibration.sums import (
+from modelopt_sparse.calibration.stats import (
     add_product,
     add_upper,
     completed,

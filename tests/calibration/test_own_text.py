@@ -19,7 +19,7 @@ from transformers import (
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 import modelopt_sparse as mts
-from modelopt_sparse.accuracy import repair as reconstruction
+from modelopt_sparse.accuracy import reconstruct as reconstruction
 from modelopt_sparse.calibration import own_text
 from modelopt_sparse.calibration import own_text as writing
 from modelopt_sparse.calibration.data import Call, load_calls, tokens_of

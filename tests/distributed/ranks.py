@@ -33,16 +33,15 @@ from torch.distributed.fsdp import fully_shard
 import modelopt_sparse as mts
 from modelopt_sparse import distributed
 from modelopt_sparse.accuracy.tuning import BatchNumbers, TunedWeights
-from modelopt_sparse.calibration.blocks import blocks_in_call_order
-from modelopt_sparse.calibration.inputs import collect
-from modelopt_sparse.calibration.run import calibrating
-from modelopt_sparse.calibration.sums import shared_sums
+from modelopt_sparse.calibration.dense import blocks_in_call_order
+from modelopt_sparse.calibration.stats import collect, shared_sums
 from modelopt_sparse.cli.commands import main as run_command
 from modelopt_sparse.distributed import RankError
 from modelopt_sparse.methods.base import Method, Stats
 from modelopt_sparse.methods.scores import Magnitude
 from modelopt_sparse.methods.sparsegpt import SparseGPT
 from modelopt_sparse.plan.plan import library_versions
+from modelopt_sparse.run import calibrating
 from tests.distributed.test_distributed_training import SCENARIOS as TRAINING
 from tests.faults.faulty import flip
 from tests.helpers import TESTBED, calibrated_run, tiny_llama, token_batches

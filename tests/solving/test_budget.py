@@ -18,8 +18,8 @@ from modelopt_sparse.accuracy import fisher
 from modelopt_sparse.budget import losses as solving
 from modelopt_sparse.budget.costs import lowered
 from modelopt_sparse.calibration import blocks
-from modelopt_sparse.calibration.run import calibrating
 from modelopt_sparse.methods.patterns import parse_pattern
+from modelopt_sparse.run import calibrating
 from tests.helpers import assert_same_state, calibrated_run, state_of, tiny_llama, token_batches
 from tests.models.tiny import TwoOutputs
 from tests.reports.pages import figures

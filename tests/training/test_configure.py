@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from modelopt_sparse import training
+from modelopt_sparse.checks import read_yaml
 from modelopt_sparse.training.updates import AtSteps, Constant, Cosine, Cycling, EveryFew
-from modelopt_sparse.values import read_yaml
 from tests.helpers import tiny_llama
 
 

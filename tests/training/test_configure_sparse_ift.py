@@ -10,9 +10,9 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from modelopt_sparse import training
+from modelopt_sparse.checks import read_yaml
 from modelopt_sparse.cli.commands import main
 from modelopt_sparse.model.masking import named_masks
-from modelopt_sparse.values import read_yaml
 from tests.helpers import TESTBED, Snapshot, tiny_llama
 
 MODEL = TESTBED / "tiny-llama"

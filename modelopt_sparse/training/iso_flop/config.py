@@ -16,11 +16,11 @@ import yaml
 from torch import nn
 from transformers import PretrainedConfig
 
+from modelopt_sparse.checks import shown
 from modelopt_sparse.reports.text import refuse_unknown
 from modelopt_sparse.training.algorithms import SparsityAlgorithm
 from modelopt_sparse.training.config import IFT, NAMES, SECTION, algorithm_of, read_sections
 from modelopt_sparse.training.iso_flop.transform import SparseIFT, names_by_level, sparse_ift
-from modelopt_sparse.values import shown
 
 IFT_OPTIONS = ("sparsity", "member", "iso", "multiple", "include", "activation")
 

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from modelopt_sparse.calibration.run import calibrating
+from modelopt_sparse.checks import check_whole
 from modelopt_sparse.model.devices import flat_tensors, map_tensors
 from modelopt_sparse.reports.text import first_few, nearest
-from modelopt_sparse.values import check_whole
+from modelopt_sparse.run import calibrating
 
 KINDS: tuple[Any, ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d

@@ -7,10 +7,11 @@ from typing import Any
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from modelopt_sparse.calibration.run import calibrating
+from modelopt_sparse.checks import check_choice, check_number, grouped
 from modelopt_sparse.model.hf import built, model_class
+from modelopt_sparse.reports.rows import Skipped
 from modelopt_sparse.reports.text import Column, Printed, by_reason, first_few, paragraph, rows_of, table
-from modelopt_sparse.reports.values import Skipped
+from modelopt_sparse.run import calibrating
 from modelopt_sparse.training.algorithms import Group, SparsityAlgorithm, Static
 from modelopt_sparse.training.iso_flop.members import (
     Activation,
@@ -31,7 +32,6 @@ from modelopt_sparse.training.planner import (
     zeros_by_name,
 )
 from modelopt_sparse.training.sparsity import Sparsity
-from modelopt_sparse.values import check_choice, check_number, grouped
 
 MEMBERS = ("wide", "parallel", "factorized", "doped")
 ISO = ("layers", "model")

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from modelopt_sparse.calibration.data import load_calls, samples
 from modelopt_sparse.calibration.forward import CalibrationData
-from modelopt_sparse.calibration.run import InMemory, Run, calibrating
 from modelopt_sparse.distributed import Processes
 from modelopt_sparse.model.devices import input_device
 from modelopt_sparse.model.hf import default_batch_size, default_seq_len, refuse_longer_windows, refuse_unknown_tokens
@@ -26,6 +25,7 @@ from modelopt_sparse.plan.plan import Plan
 from modelopt_sparse.reports.evaluate import Evaluation
 from modelopt_sparse.reports.report import Report
 from modelopt_sparse.reports.text import Progress
+from modelopt_sparse.run import InMemory, Run, calibrating
 
 
 def evaluate(

@@ -5,7 +5,7 @@ import yaml
 from torch import nn
 
 import modelopt_sparse as mts
-from modelopt_sparse.values import LONGEST, Yaml, check_choice, check_flag, check_number, check_whole, read_yaml, shown
+from modelopt_sparse.checks import LONGEST, Yaml, check_choice, check_flag, check_number, check_whole, read_yaml, shown
 
 
 @pytest.mark.parametrize(

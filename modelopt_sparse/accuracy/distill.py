@@ -1,0 +1,178 @@
+"""Distillation: the whole sparse model learns to put out what the dense one did, with masks frozen.
+
+No second model is held. What the dense model's output head was called with is kept from before anything is pruned, and
+goes through the head once more beside the sparse model's own (Hinton et al. 2015, arXiv 1503.02531, for the loss). Of
+what is no logits of a head, the output itself is kept.
+"""
+
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from modelopt_sparse.accuracy.fisher import blocks_recomputed
+from modelopt_sparse.accuracy.tuning import (
+    BatchNumbers,
+    TunedWeights,
+    only_these_require_grad,
+    outputs_of,
+    tunable,
+    tune,
+)
+from modelopt_sparse.calibration.data import Call
+from modelopt_sparse.calibration.forward import CalibrationData
+from modelopt_sparse.model.hf import is_encoder_decoder
+from modelopt_sparse.model.masking import named_masks
+from modelopt_sparse.model.output import Output, in_words
+from modelopt_sparse.plan.options import HELD_BACK_FOR_OUTPUTS
+from modelopt_sparse.reports.rows import Distilled
+from modelopt_sparse.reports.text import Progress
+from modelopt_sparse.run import Run
+
+# the divergence before it, in nats, or in parts of the variance, from which on the whole learning rate is taken
+FULL_RATE, FULL_OF_SQUARED = 1.0, 0.1
+OF_THE_LOSS = ("labels", "shift_labels", "num_items_in_batch")  # arguments that only the model's own loss needs
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """What the dense model puts out on the calibration data.
+
+    head: the model's output head, and answers: what it was called with in each call, by its number, on the host. Of
+    what is no logits of a head ``answers`` are what counts of the output.
+    """
+
+    data: CalibrationData
+    head: nn.Module | None
+    answers: dict[int, Tensor]
+
+    @classmethod
+    def of(cls, data: CalibrationData, numbers: Sequence[int] | None = None) -> "Teacher":
+        """Recorded while the model is dense: one run over the data, or over the calls of these ``numbers``.
+
+        Raises ValueError where it is not known what counts of the output, and for a model that does more with what its
+        head puts out than sample by sample.
+        """
+        model, answers, of_head = data.run.model, list[Tensor](), list[Tensor]()
+        first: list[Output] = []
+        assert data.calls is not None
+        data = replace(data, calls=[_without_loss(model, call) for call in data.calls], metrics={})
+        head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
+
+        def before_head(module: nn.Module, args: tuple) -> None:
+            of_head[:] = [args[0]]
+
+        def after_model(module: nn.Module, args: tuple, output: Any) -> None:
+            counts = data.counted(output)
+            first[:] = first or [counts]
+            answer = of_head[0] if of_head and counts.is_logits else counts.values
+            answers.append(answer.detach().to("cpu", copy=True))
+
+        with ExitStack() as hooks:
+            if head is not None:
+                hooks.enter_context(head.register_forward_pre_hook(before_head))
+            hooks.enter_context(model.register_forward_hook(after_model))
+            data.run_model(numbers=numbers)
+        numbers = range(len(answers)) if numbers is None else sorted(numbers)
+        teacher = cls(data, head if first[0].is_logits else None, dict(zip(numbers, answers, strict=True)))
+        teacher._check_itself(numbers[0], first[0].values.detach())
+        return teacher
+
+    def outputs(self, index: int) -> tuple[Output, Output]:
+        """(dense, sparse) output of call ``index``."""
+        return self._side_by_side(index, self.answers[index])
+
+    def divergence(self, index: int) -> list[float]:
+        """The sums of how far the sparse output of call ``index`` is from the dense one, see `Output.sums`."""
+        dense, sparse = self.outputs(index)
+        return dense.sums(sparse)
+
+    def _side_by_side(self, index: int, answer: Tensor) -> tuple[Output, Output]:
+        """(what an ``answer`` stands for, the output of call ``index``)."""
+
+        def beside(module: nn.Module, args: tuple) -> tuple:
+            return (torch.cat([answer.to(args[0].device), args[0]]), *args[1:])
+
+        with nullcontext() if self.head is None else self.head.register_forward_pre_hook(beside):
+            both = self.data.counted(*self.data.output_of(index))
+        if self.head is None:
+            return replace(both, values=answer), both
+        dense, sparse = both.values.detach()[: len(answer)], both.values[len(answer) :]
+        return replace(both, values=dense), replace(both, values=sparse)
+
+    def _check_itself(self, number: int, predicted: Tensor) -> None:
+        """The call of this number has to be ``predicted`` as before, beside another answer than its own if there is a
+        head."""
+        try:
+            _, again = self._side_by_side(number, self.answers[number] / 2)
+            if not _close(again.values.detach(), predicted):
+                raise ValueError("predictions differ")
+        except ValueError as error:
+            why = f"the output head puts out something else beside other samples ({error})"
+            raise ValueError(f"distill: {why}: leave distill out") from error
+
+
+def distill(teacher: Teacher, run: Run) -> None:
+    """Tune the kept weights, norms and biases of the whole model by Adam on the mean divergence from the dense model's
+    output, and report it. Never worse on the steps held back, a quarter of them, see `tune`."""
+    options, model = run.config.distill, run.model
+    assert options is not None
+    layers = [plan.layer for plan in run.plan.layers]
+    masks = {layer.parameter: dict(named_masks(layer.owner)).get(layer.param) for layer in layers}
+    outputs = outputs_of(run.plan.layers)
+    chosen = dict(tunable(model, model, masks, vectors=True))
+    batches = BatchNumbers.of_calls(teacher.data, one_of=HELD_BACK_FOR_OUTPUTS)
+    by = run.report.settings.get("divergence")
+    began = time.perf_counter()
+
+    def loss(place: int) -> Tensor:
+        # the sum: means of many small gradients would leave float16's range
+        dense, sparse = teacher.outputs(place)
+        return dense.apart(sparse).sum()
+
+    def judge() -> float:
+        divergence = batches.judged(teacher.divergence)
+        bar.say(f"{in_words(by)[0]} {before:.4f} -> {divergence:.4f}", run.memory_in_use())
+        return divergence
+
+    with (
+        only_these_require_grad(model, chosen),
+        blocks_recomputed(run),
+        Progress("distill", "step", options.epochs * len(batches.steps), show=run.config.progress) as bar,
+    ):
+        moments = torch.bfloat16 if options.moments == "bfloat16" else None
+        weights = TunedWeights(chosen, outputs, options.learning_rate, None, moments)
+        before = batches.judged(teacher.divergence)
+        weights.slow_down(before, FULL_OF_SQUARED if by == "squared" else FULL_RATE)
+        try:
+            best, epoch, notes = tune(weights, batches, options.epochs, run.config.seed, loss, judge, before, bar)
+        except BaseException:
+            run.report.notes.append("distillation was broken off; the model has the best values up to then")
+            raise
+    run.report.distilled(Distilled(before, best, epoch, round(time.perf_counter() - began, 3), notes))
+
+
+def _without_loss(model: nn.Module, call: Call) -> Call:
+    """The call without what the model's own loss needs, whose batch would have another size."""
+    kwargs = {name: value for name, value in call.kwargs.items() if name not in OF_THE_LOSS}
+    labels = call.kwargs.get("labels")
+    if is_encoder_decoder(model) and labels is not None and "decoder_input_ids" not in kwargs:
+        kwargs["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels)  # type: ignore[operator]  # models that take labels have it
+    return replace(call, kwargs=kwargs)
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    """Equal up to a few roundings of the dtype, measured against the tensor's own scale (kernels may differ).
+
+    Rows of padding may be NaN or inf: that is equal to itself here.
+    """
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    finite = b[b.isfinite()]
+    scale = float(finite.abs().max()) if finite.numel() else 0.0
+    return torch.allclose(a, b, rtol=0, atol=8 * torch.finfo(a.dtype).eps * scale, equal_nan=True)
