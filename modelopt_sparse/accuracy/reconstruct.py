@@ -5,6 +5,7 @@ squared error of the block's output against the dense block's, as in EBFT (Guo e
 transformer matching of 3BASiL (arXiv 2603.01376).
 """
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -124,7 +125,8 @@ def reconstruct(
                 if other in losses:
                     continue
                 if reports := _tuned_parts(block, tuned, weights, movable, inputs, other, HELD_BACK_FOR_OUTPUTS):
-                    losses[other] = reports[-1].error_after if judge is None else judge()
+                    loss = reports[-1].error_after if judge is None else judge()
+                    losses[other] = loss if math.isfinite(loss) else math.inf
                 _write(solved, movable)
             way = min(losses, key=losses.__getitem__, default=way)
         reports = _tuned_parts(block, tuned, weights, movable, inputs, way, HELD_BACK)

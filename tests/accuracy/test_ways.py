@@ -1,6 +1,7 @@
 """How a block is tuned is proved on the calls held back: by the model's output, on the first block of a stack."""
 
 import itertools
+import math
 import re
 from collections.abc import Callable
 
@@ -93,6 +94,13 @@ def test_a_stack_whose_output_tuning_makes_worse_is_left_as_solved(monkeypatch, 
         assert block.error_after == block.error_before
         assert block.epoch == 0
         assert block.way == "as solved"
+
+
+def test_a_way_whose_output_is_no_number_is_not_taken(monkeypatch):
+    figures = iter([math.nan, 2.0, 1.0, 3.0, 1.0])  # of three rates, as solved, and masks that move
+    monkeypatch.setattr(oneshot, "_judge", lambda data: lambda: next(figures))
+    (block,) = mts.report(sparsified(reconstruct={**OPEN, "metric": "plain"})).blocks
+    assert block.way == str(Way(0.4, False, False))
 
 
 def test_where_the_output_cannot_be_asked_blocks_have_the_say(monkeypatch):
