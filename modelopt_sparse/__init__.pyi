@@ -34,7 +34,7 @@ from .plan.plan import Plan as Plan
 from .plan.planner import make_plan as make_plan
 from .reports.evaluate import Evaluation as Evaluation
 from .reports.report import Report as Report
-from .reports.rows import Shrunk as Shrunk
+from .reports.values import Shrunk as Shrunk
 from .runtime.convert import SpeedReport as SpeedReport
 from .runtime.convert import semi_structured_report as semi_structured_report
 from .runtime.convert import to_dense as to_dense

@@ -33,8 +33,8 @@ from modelopt_sparse.plan.options import HELD_BACK_FOR_OUTPUTS, SparsifyConfig
 from modelopt_sparse.plan.plan import Plan, common_to_processes
 from modelopt_sparse.plan.planner import distributed_in, plan_for, resolve
 from modelopt_sparse.reports.report import Report, attach_report, attached_report, merged_report
-from modelopt_sparse.reports.rows import PERMUTED
 from modelopt_sparse.reports.text import Progress
+from modelopt_sparse.reports.values import PERMUTED
 from modelopt_sparse.run import InMemory, Run, Storage, calibrating, refuse_unusable
 from modelopt_sparse.solving.solve import sparsify_block
 

@@ -297,7 +297,7 @@ ALLOWED = {
     ("plan/options.py", "target"): "a public option of Reconstruct",
     ("shrinking/shrink.py", "kept"): "a public option of shrink, and what it reads",
     ("shrinking/sizes.py", "kept"): "the same",
-    ("reports/rows.py", "kept"): "the section of the report that this option takes",
+    ("reports/values.py", "kept"): "the section of the report that this option takes",
 }
 
 

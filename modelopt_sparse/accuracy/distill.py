@@ -30,8 +30,8 @@ from modelopt_sparse.model.hf import is_encoder_decoder
 from modelopt_sparse.model.masking import named_masks
 from modelopt_sparse.model.output import Output, in_words
 from modelopt_sparse.plan.options import HELD_BACK_FOR_OUTPUTS
-from modelopt_sparse.reports.rows import Distilled
 from modelopt_sparse.reports.text import Progress
+from modelopt_sparse.reports.values import Distilled
 from modelopt_sparse.run import Run
 
 # the divergence before it, in nats, or in parts of the variance, from which on the whole learning rate is taken

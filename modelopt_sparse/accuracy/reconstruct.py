@@ -30,7 +30,7 @@ from modelopt_sparse.calibration.calls import AtBlock, Inputs
 from modelopt_sparse.calibration.dense import BlockTask
 from modelopt_sparse.calibration.forward import INSTEAD, PaddingError, forward_context
 from modelopt_sparse.plan.options import HELD_BACK, HELD_BACK_FOR_OUTPUTS
-from modelopt_sparse.reports.rows import BlockReport
+from modelopt_sparse.reports.values import BlockReport
 from modelopt_sparse.run import Run
 
 

@@ -15,8 +15,8 @@ from modelopt_sparse.model.output import OutputError, in_words
 from modelopt_sparse.plan.budget import DENSE, Budget, parse_choice
 from modelopt_sparse.plan.plan import Plan
 from modelopt_sparse.reports.report import Report
-from modelopt_sparse.reports.rows import Skipped
 from modelopt_sparse.reports.text import Column, Printed, paragraph, rows_of, table
+from modelopt_sparse.reports.values import Skipped
 
 
 def planned(plan: Plan, chosen: Chosen) -> Plan:

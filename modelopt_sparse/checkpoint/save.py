@@ -47,8 +47,8 @@ from modelopt_sparse.model.masking import (
     set_mask,
 )
 from modelopt_sparse.reports.report import Report, attach_report, attached_report
-from modelopt_sparse.reports.rows import REPLACED, UNMASKED, LayerReport
 from modelopt_sparse.reports.text import first_few
+from modelopt_sparse.reports.values import REPLACED, UNMASKED, LayerReport
 from modelopt_sparse.runtime.convert import convert, loading_place
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")

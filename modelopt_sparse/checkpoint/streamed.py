@@ -33,8 +33,8 @@ from modelopt_sparse.model.hf import empty_model, model_class, unloaded
 from modelopt_sparse.model.masking import named_masks, remove_masks
 from modelopt_sparse.plan.memory import own_parameters
 from modelopt_sparse.reports.report import Report
-from modelopt_sparse.reports.rows import BlockReport, LayerReport
 from modelopt_sparse.reports.text import first_few, only_errors
+from modelopt_sparse.reports.values import BlockReport, LayerReport
 from modelopt_sparse.run import Storage, Unreadable
 from modelopt_sparse.shrinking.resize import tensors_of
 

@@ -22,8 +22,8 @@ from modelopt_sparse.model.masking import named_masks
 from modelopt_sparse.plan.options import SparsifyConfig
 from modelopt_sparse.plan.planner import plan_for
 from modelopt_sparse.reports.report import Report, attached_report
-from modelopt_sparse.reports.rows import UNMASKED
 from modelopt_sparse.reports.text import Column, counted, first_few, paragraph, rows_of
+from modelopt_sparse.reports.values import UNMASKED
 
 
 @dataclass(frozen=True)

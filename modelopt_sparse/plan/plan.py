@@ -18,8 +18,8 @@ from modelopt_sparse.model.devices import full_name, stored
 from modelopt_sparse.model.layers import Layer, Stack
 from modelopt_sparse.plan.options import SparsifyConfig
 from modelopt_sparse.reports.report import library_versions
-from modelopt_sparse.reports.rows import Skipped
 from modelopt_sparse.reports.text import Column, Printed, counted, paragraph, product_of, rows_of, table
+from modelopt_sparse.reports.values import Skipped
 
 # plan -----------------------------------------------------------------------------------------------------------------
 

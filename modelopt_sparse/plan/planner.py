@@ -30,8 +30,8 @@ from modelopt_sparse.plan.budget import parse_choices
 from modelopt_sparse.plan.memory import estimated, experts_at_once, experts_per_token, lacking, tight
 from modelopt_sparse.plan.options import Rule, SparsifyConfig, check_globs, first_match, parse_mode, quality_of
 from modelopt_sparse.plan.plan import LayerPlan, Plan, takes_shape
-from modelopt_sparse.reports.rows import Skipped
 from modelopt_sparse.reports.text import first_few, nearest, refuse_unknown
+from modelopt_sparse.reports.values import Skipped
 
 ANY_PARAMETER = "mts.set_mask(model, name, mask) and training.Static take any parameter"
 Decision = tuple[Method, Pattern, dict[str, Any], tuple[Pattern | None, ...]]  # method, pattern, options, choices

@@ -32,8 +32,8 @@ from torch import Tensor
 
 from modelopt_sparse.model.output import in_words
 from modelopt_sparse.reports.evaluate import TaskScore, task_scores
-from modelopt_sparse.reports.rows import ERROR_FROM, LayerReport, Shrunk
 from modelopt_sparse.reports.text import in_steps, product_of, write_whole
+from modelopt_sparse.reports.values import ERROR_FROM, LayerReport, Shrunk
 
 if TYPE_CHECKING:
     from modelopt_sparse.reports.report import Report

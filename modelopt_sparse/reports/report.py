@@ -1,4 +1,4 @@
-"""`Report`: what a run did and measured, in the rows of `rows.py`; as a table, as JSON, and as an HTML page."""
+"""`Report`: what a run did and measured, in the rows of `values.py`; as a table, as JSON, and as an HTML page."""
 
 import math
 import platform
@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from modelopt_sparse import __version__
 from modelopt_sparse.model.output import in_words
 from modelopt_sparse.reports.evaluate import Evaluation, task_scores
-from modelopt_sparse.reports.rows import (
+from modelopt_sparse.reports.text import Column, Printed, by_reason, counted, in_steps, paragraph, rows_of, table
+from modelopt_sparse.reports.values import (
     DISTILLED,
     ERROR_FROM,
     RECONSTRUCTED,
@@ -26,8 +27,7 @@ from modelopt_sparse.reports.rows import (
     Shrunk,
     Skipped,
 )
-from modelopt_sparse.reports.rows import StepReport as StepReport  # here models of `torch.save` look for it
-from modelopt_sparse.reports.text import Column, Printed, by_reason, counted, in_steps, paragraph, rows_of, table
+from modelopt_sparse.reports.values import StepReport as StepReport  # here models of `torch.save` look for it
 
 ATTRIBUTE = "sparsity_report"  # where a model holds its report
 

@@ -24,8 +24,8 @@ from modelopt_sparse.methods.base import Stats
 from modelopt_sparse.model.devices import flat_tensors
 from modelopt_sparse.model.layers import Layer
 from modelopt_sparse.plan.plan import LayerPlan
-from modelopt_sparse.reports.rows import Shrunk
 from modelopt_sparse.reports.text import Progress
+from modelopt_sparse.reports.values import Shrunk
 from modelopt_sparse.run import Run
 from modelopt_sparse.shrinking.cutting import Choice, skipped
 from modelopt_sparse.shrinking.least_squares import gram_scores, judging_calls, largest, least_squares

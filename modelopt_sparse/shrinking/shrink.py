@@ -32,8 +32,8 @@ from modelopt_sparse.plan.options import Reconstruct, SparsifyConfig
 from modelopt_sparse.plan.plan import common_to_processes
 from modelopt_sparse.plan.planner import plan_for
 from modelopt_sparse.reports.report import Report, attach_report
-from modelopt_sparse.reports.rows import Shrunk
 from modelopt_sparse.reports.text import Progress
+from modelopt_sparse.reports.values import Shrunk
 from modelopt_sparse.run import InMemory, Run, calibrating
 from modelopt_sparse.shrinking import experts as mixtures
 from modelopt_sparse.shrinking import importance

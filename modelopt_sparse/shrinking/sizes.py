@@ -22,8 +22,8 @@ from modelopt_sparse.model.layers import Layer
 from modelopt_sparse.plan.budget import parse_budget
 from modelopt_sparse.plan.options import SparsifyConfig, check_globs, first_match
 from modelopt_sparse.plan.plan import Plan
-from modelopt_sparse.reports.rows import Shrunk
 from modelopt_sparse.reports.text import nearest
+from modelopt_sparse.reports.values import Shrunk
 from modelopt_sparse.shrinking.resize import (
     BlockCount,
     channels_in,

@@ -32,7 +32,7 @@ from modelopt_sparse.model.devices import free_what_can_be_freed, is_out_of_memo
 from modelopt_sparse.model.masking import named_masks, set_mask
 from modelopt_sparse.plan.options import SparsifyConfig
 from modelopt_sparse.plan.plan import LayerPlan
-from modelopt_sparse.reports.rows import PERMUTED, LayerReport, StepReport
+from modelopt_sparse.reports.values import PERMUTED, LayerReport, StepReport
 from modelopt_sparse.run import Run, refuse_unusable
 
 

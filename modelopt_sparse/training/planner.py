@@ -41,8 +41,8 @@ from modelopt_sparse.model.masking import (
 from modelopt_sparse.plan.options import SparsifyConfig, check_globs, first_match
 from modelopt_sparse.plan.planner import plan_for
 from modelopt_sparse.reports.report import attach_report, attached_report
-from modelopt_sparse.reports.rows import REPLACED, Skipped
 from modelopt_sparse.reports.text import Column, Printed, by_reason, first_few, paragraph, rows_of, table
+from modelopt_sparse.reports.values import REPLACED, Skipped
 from modelopt_sparse.training.updates import AtSteps, Constant, EveryFew
 
 BLOCKS, DEFAULT = "blocks", "default"

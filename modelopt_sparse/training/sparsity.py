@@ -32,7 +32,7 @@ from modelopt_sparse.model.devices import unwrapped
 from modelopt_sparse.model.layers import model_inside, usable
 from modelopt_sparse.model.masking import SUFFIX, let_gradients_through, named_masks, remove_masks, set_mask
 from modelopt_sparse.reports.report import Report, attach_report, attached_report, merged_report
-from modelopt_sparse.reports.rows import LayerReport
+from modelopt_sparse.reports.values import LayerReport
 from modelopt_sparse.training.planner import Filter, TrainingPlan, Weight, levels_at, plan_training
 from modelopt_sparse.training.updates import digest, generator_for, initial_mask, largest_magnitudes
 

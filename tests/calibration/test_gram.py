@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 import modelopt_sparse as mts
-from modelopt_sparse.calibration import sums as grams
+from modelopt_sparse.calibration import stats as grams
 from modelopt_sparse.calibration.stats import (
     add_product,
     add_upper,

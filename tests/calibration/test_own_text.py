@@ -188,9 +188,9 @@ def test_statistics_are_of_both_and_own_text_never_judges(monkeypatch):
     seen = []
     real = reconstruction._tuned
 
-    def watching(part, inputs, token_masks, batches, weights):
+    def watching(part, inputs, token_masks, batches, weights, epochs):
         seen.append((batches.held_back, len(token_masks), inputs.data.calls))
-        return real(part, inputs, token_masks, batches, weights)
+        return real(part, inputs, token_masks, batches, weights, epochs)
 
     monkeypatch.setattr(reconstruction, "_tuned", watching)
     model = mts.sparsify(tiny_llama(), "wanda", data_loader=batches(4), self_data=40, reconstruct=1, progress=False)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from modelopt_sparse.reports.report import Report
-from modelopt_sparse.reports.rows import LayerReport, StepReport
+from modelopt_sparse.reports.values import LayerReport, StepReport
 
 
 def unpacked(page: Path, key: str) -> str:

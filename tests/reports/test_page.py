@@ -14,7 +14,7 @@ import modelopt_sparse as mts
 from modelopt_sparse import training
 from modelopt_sparse.reports.page import cost_of, drawn_masks, place_of
 from modelopt_sparse.reports.report import Report
-from modelopt_sparse.reports.rows import BlockReport, Distilled, Shrunk, Skipped
+from modelopt_sparse.reports.values import BlockReport, Distilled, Shrunk, Skipped
 from tests.helpers import tiny_llama, token_batches
 from tests.reports.pages import figures, layer, tables, unpacked, visible
 

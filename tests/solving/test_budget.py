@@ -17,7 +17,7 @@ from modelopt_sparse import oneshot
 from modelopt_sparse.accuracy import fisher
 from modelopt_sparse.budget import losses as solving
 from modelopt_sparse.budget.costs import lowered
-from modelopt_sparse.calibration import blocks
+from modelopt_sparse.calibration import dense as calibrated
 from modelopt_sparse.methods.patterns import parse_pattern
 from modelopt_sparse.run import calibrating
 from tests.helpers import assert_same_state, calibrated_run, state_of, tiny_llama, token_batches
@@ -324,10 +324,10 @@ def test_the_dense_model_is_looked_at_once_and_gradients_are_taken_once(monkeypa
     def counted(name, real):
         return lambda *args: calls.append(name) or real(*args)
 
-    gradients, dense = counted("gradients", fisher.gradients_of), counted("dense", blocks.run_dense)
+    gradients, dense = counted("gradients", fisher.gradients_of), counted("dense", calibrated.run_dense)
     for module in (fisher, solving):
         monkeypatch.setattr(module, "gradients_of", gradients)
-    for module in (blocks, oneshot):
+    for module in (calibrated, oneshot):
         monkeypatch.setattr(module, "run_dense", dense)
     tuned = {"reconstruct": {"epochs": 1, "metric": "fisher"}}
     mts.sparsify(tiny_llama(), "wanda", budget="50% zeros", **tuned, **DATA)

@@ -9,8 +9,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from modelopt_sparse.checks import check_choice, check_number, grouped
 from modelopt_sparse.model.hf import built, model_class
-from modelopt_sparse.reports.rows import Skipped
 from modelopt_sparse.reports.text import Column, Printed, by_reason, first_few, paragraph, rows_of, table
+from modelopt_sparse.reports.values import Skipped
 from modelopt_sparse.run import calibrating
 from modelopt_sparse.training.algorithms import Group, SparsityAlgorithm, Static
 from modelopt_sparse.training.iso_flop.members import (
