@@ -104,10 +104,10 @@ def reconstruct(
     """Tune a block in place, module by module, and report it. ``masks`` are those of the weights pruned in this run
     (True = kept; None: all of it is tuned); those of ``movable`` may move.
 
-    The first block of a stack is tuned in the ways that `Reconstruct` leaves open ("auto"), and left as it was solved,
-    with one of HELD_BACK_FOR_OUTPUTS steps held back; and then, as the others of the stack, in the way that was best.
-    ``judge`` says how far the model's output is from the dense model's on these, with this block as it is; where it is
-    not known, the error of the block decides.
+    The first block of a stack is tuned in the ways that `Reconstruct` leaves open ("auto"), one of which is not to tune
+    it, each time with one of HELD_BACK_FOR_OUTPUTS steps held back. Then it is tuned in the best of them, as are the
+    other blocks of the stack. ``judge`` says how far the model's output is from the dense model's on the steps held
+    back, with this block as it is; without it the error of the block decides.
 
     Never worse on the batches held back, see `tune`. ``requires_grad`` and gradients are as before afterwards.
     """
