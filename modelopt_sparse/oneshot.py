@@ -26,14 +26,13 @@ from modelopt_sparse.model.devices import (
     refuse_what_cannot_be_written,
     run_eagerly,
 )
-from modelopt_sparse.model.layers import model_inside
+from modelopt_sparse.model.find import model_inside
 from modelopt_sparse.model.masking import remove_masks
 from modelopt_sparse.plan.memory import lacking, tight
 from modelopt_sparse.plan.options import HELD_BACK_FOR_OUTPUTS, SparsifyConfig
 from modelopt_sparse.plan.plan import Plan, common_to_processes
 from modelopt_sparse.plan.planner import distributed_in, plan_for, resolve
 from modelopt_sparse.reports.report import Report, attach_report, attached_report, merged_report
-from modelopt_sparse.reports.text import Progress
 from modelopt_sparse.reports.values import PERMUTED
 from modelopt_sparse.run import InMemory, Run, Storage, calibrating, refuse_unusable
 from modelopt_sparse.solving.solve import sparsify_block
@@ -93,26 +92,27 @@ def prune(
         run = Run(model, plan, config, storage, processes, report)
         wanted = config.budget is not None or config.distill is not None
         wanted = wanted or any(layer_plan.calibrated for layer_plan in plan.layers)
-        with report.timed("calibration data"):
+        with run.part("calibration data"):
             data = CalibrationData.load(run, calls) if wanted else None
         if data is not None and config.distill is not None:
             data = _distillable(data, method)
             config = data.run.config
-        with report.timed("dense run"):
+        with run.part("dense run"):
             data = None if data is None else run_dense(data)
         if data is not None and config.budget is not None:
-            with report.timed("budget"):
+            with run.part("budget"):
                 data = budgeted(data)
         run = run if data is None else data.run
-        with report.timed("metrics"):
-            data = None if data is None else with_metrics(data)
-        with report.timed("dense predictions"):
+        if data is not None and config.reconstruct is not None:
+            with run.part("metrics"):
+                data = with_metrics(data)
+        with run.part("dense predictions"):
             teacher = None if data is None or config.distill is None else Teacher.of(data)
             judge = None if data is None else _judge(data)
         later = []
-        with report.timed("blocks"):
+        with run.part("blocks"):
             blocks = blocks_in_call_order(run, data)
-            with Progress("sparsify", "block", len(blocks), show=config.progress) as bar:
+            with run.bar("sparsify", "block", len(blocks)) as bar:
                 for block in blocks:
                     bar.say(block.name, *run.so_far())
                     later += sparsify_block(block, run, judge)
@@ -123,7 +123,7 @@ def prune(
             report.notes.append(f"{PERMUTED}: no layer has channels that can be reordered, or gains by it")
         del blocks, data  # what they hold is not needed any more
         if teacher is not None:
-            with report.timed("distillation"):
+            with run.part("distillation"):
                 distill(teacher, run)
     return report
 

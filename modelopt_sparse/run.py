@@ -1,15 +1,19 @@
-"""One run of `sparsify`: what each of its parts needs, where weights and activations are held, and the modes that the
-model is in."""
+"""One run of `sparsify`: what each of its parts needs, where weights and activations are held, the modes that the model
+is in, and how far the run is."""
 
 import math
+import sys
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from tqdm.auto import tqdm
 
 from modelopt_sparse.distributed import Processes
 from modelopt_sparse.model.devices import bytes_in_use, in_eval_mode, input_device, offload_again
@@ -143,6 +147,58 @@ def _caches_off(model: nn.Module) -> Iterator[None]:
             config.use_cache = value
 
 
+# how far a run is -----------------------------------------------------------------------------------------------------
+
+
+EVERY = 60.0  # seconds between two lines
+
+
+class Progress:
+    """A bar that stays while one part of a run goes on.
+
+    title, unit: what runs, and what is counted. total: how many there are.
+    show: True shows the bar, False shows nothing; None shows it on a terminal and in a notebook, and elsewhere writes a
+      line to standard error every minute.
+    """
+
+    def __init__(self, title: str, unit: str, total: int, *, show: bool | None = None) -> None:
+        in_notebook = any(cls.__module__ == "tqdm.notebook" for cls in tqdm.__mro__)  # where tqdm draws widgets
+        shown = show if show is not None else in_notebook or sys.stderr.isatty()
+        self._bar = tqdm(desc=title, unit=unit, total=total, disable=not shown)
+        self._writes_lines = show is None and not shown
+        self._title, self._unit, self._said = title, unit, ""
+        self._began = self._last_line = time.monotonic()
+        self.count, self.total = 0, total
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+
+    def say(self, *words: str) -> None:
+        """The words behind the bar from now on."""
+        self._said = ", ".join(filter(None, words))
+        self._bar.set_postfix_str(self._said)
+
+    def update(self, count: int = 1) -> None:
+        """Count further ones as done."""
+        self.count += count
+        self._bar.update(count)
+        now = time.monotonic()
+        if self._writes_lines and now - self._last_line >= EVERY:
+            self._last_line = now
+            sys.stderr.write(self.line(now - self._began) + "\n")
+            sys.stderr.flush()
+
+    def line(self, seconds: float) -> str:
+        """Title, count, time and words in one line. ``seconds``: since the beginning."""
+        parts = [f"{self._title}: {self._unit} {self.count} of {self.total}, {tqdm.format_interval(seconds)} gone"]
+        if 0 < self.count <= self.total:
+            parts.append(f"{tqdm.format_interval(seconds / self.count * (self.total - self.count))} left")
+        return ", ".join([*parts, *filter(None, [self._said])])
+
+
 # the run --------------------------------------------------------------------------------------------------------------
 
 
@@ -159,6 +215,28 @@ class Run:
     processes: Processes
     report: Report
     known: dict[Any, Any] = field(default_factory=dict)
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Count the time within as time of this part of the run."""
+        began, seconds = time.perf_counter(), self.report.seconds
+        try:
+            yield
+        finally:
+            if spent := round(time.perf_counter() - began, 3):
+                seconds[name] = round(seconds.get(name, 0.0) + spent, 3)
+
+    def bar(self, title: str, unit: str, total: int) -> Progress:
+        """A bar for one part of the run."""
+        return Progress(title, unit, total, show=self.config.progress)
+
+    @cached_property
+    def widened(self) -> set[nn.Module]:
+        """The modules whose bfloat16 weights are multiplied in float32 in calibration."""
+        if not self.config.widens(self.model):
+            return set()
+        linears = (x for block in self.plan.blocks for x in block.modules() if isinstance(x, nn.Linear))
+        return {module for layer_plan in self.plan.layers for module in layer_plan.layer.hooked_modules}.union(linears)
 
     def so_far(self) -> list[str]:
         """What stands behind the bar: the last error, the memory in use, and blocks of a stopped run."""

@@ -348,7 +348,7 @@ def test_no_folder_holds_more_than_nine_files(folder):
 def test_how_many_files_a_reader_opens_on_the_way_to_the_mask():
     """Those of functions that are entered between the first block and SparseGPT's first mask, twelve some day."""
     entered, _ = measures.way_to_the_mask(PACKAGE)
-    assert len(entered) <= 26, entered
+    assert len(entered) <= 19, entered
 
 
 # the order of the rooms ---------------------------------------------------------------------------------------------

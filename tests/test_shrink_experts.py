@@ -16,8 +16,8 @@ from torch import Tensor, nn
 import modelopt_sparse as mts
 from modelopt_sparse.accuracy.tuning import BatchNumbers
 from modelopt_sparse.distributed import Processes
-from modelopt_sparse.model.adapters import DOWN, LLAMA4_DOWN
 from modelopt_sparse.model.devices import flat_tensors
+from modelopt_sparse.model.experts import DOWN, LLAMA4_DOWN
 from modelopt_sparse.shrinking.experts import ExpertSums
 from modelopt_sparse.shrinking.importance import EXPERT_CRITERIA
 from modelopt_sparse.shrinking.least_squares import RoutedCall, refit_experts

@@ -30,7 +30,6 @@ from modelopt_sparse.model.hf import is_encoder_decoder
 from modelopt_sparse.model.masking import named_masks
 from modelopt_sparse.model.output import Output, in_words
 from modelopt_sparse.plan.options import HELD_BACK_FOR_OUTPUTS
-from modelopt_sparse.reports.text import Progress
 from modelopt_sparse.reports.values import Distilled
 from modelopt_sparse.run import Run
 
@@ -143,7 +142,7 @@ def distill(teacher: Teacher, run: Run) -> None:
     with (
         only_these_require_grad(model, chosen),
         blocks_recomputed(run),
-        Progress("distill", "step", options.epochs * len(batches.steps), show=run.config.progress) as bar,
+        run.bar("distill", "step", options.epochs * len(batches.steps)) as bar,
     ):
         moments = torch.bfloat16 if options.moments == "bfloat16" else None
         weights = TunedWeights(chosen, outputs, options.learning_rate, None, moments)

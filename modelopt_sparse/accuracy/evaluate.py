@@ -17,15 +17,14 @@ from modelopt_sparse.calibration.data import load_calls, samples
 from modelopt_sparse.calibration.forward import CalibrationData
 from modelopt_sparse.distributed import Processes
 from modelopt_sparse.model.devices import input_device
+from modelopt_sparse.model.find import model_inside
 from modelopt_sparse.model.hf import default_batch_size, default_seq_len, refuse_longer_windows, refuse_unknown_tokens
-from modelopt_sparse.model.layers import model_inside
 from modelopt_sparse.model.output import Divergence, Which, relative
 from modelopt_sparse.plan.options import SparsifyConfig
 from modelopt_sparse.plan.plan import Plan
 from modelopt_sparse.reports.evaluate import Evaluation
 from modelopt_sparse.reports.report import Report
-from modelopt_sparse.reports.text import Progress
-from modelopt_sparse.run import InMemory, Run, calibrating
+from modelopt_sparse.run import InMemory, Progress, Run, calibrating
 
 
 def evaluate(

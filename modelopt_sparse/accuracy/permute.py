@@ -22,9 +22,8 @@ from modelopt_sparse.calibration.stats import Collector, sum_up
 from modelopt_sparse.distributed import Processes
 from modelopt_sparse.methods.base import Stats
 from modelopt_sparse.methods.patterns import NM
-from modelopt_sparse.model.adapters import HF_CONV1D, LINEAR
 from modelopt_sparse.model.devices import stored
-from modelopt_sparse.model.layers import Layer
+from modelopt_sparse.model.layers import HF_CONV1D, LINEAR, Layer
 from modelopt_sparse.model.masking import SUFFIX
 from modelopt_sparse.plan.plan import LayerPlan
 from modelopt_sparse.run import Run

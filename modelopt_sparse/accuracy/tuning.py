@@ -19,7 +19,7 @@ from modelopt_sparse.model.masking import SUFFIX, update_mask, without_masks, wr
 from modelopt_sparse.model.output import relative
 from modelopt_sparse.plan.options import HELD_BACK
 from modelopt_sparse.plan.plan import LayerPlan
-from modelopt_sparse.reports.text import Progress
+from modelopt_sparse.run import Progress
 
 Gradients = list[Tensor | None]  # of each weight; None: it has none
 

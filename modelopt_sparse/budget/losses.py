@@ -31,7 +31,6 @@ from modelopt_sparse.plan.budget import DENSE, parse_choice
 from modelopt_sparse.plan.options import OF_OUTPUT
 from modelopt_sparse.plan.plan import LayerPlan
 from modelopt_sparse.reports.report import Report
-from modelopt_sparse.reports.text import Progress
 from modelopt_sparse.run import Run
 from modelopt_sparse.solving.solve import solve_layers
 
@@ -82,7 +81,7 @@ def losses_of(data: CalibrationData, gradients: Gradients) -> Losses:
             raise ValueError(f"layer {layer_plan.name!r}: its gradients hold NaN or inf: run in float32, or exclude it")
     wanted = {each.name: _solved_choices(each) for each in run.plan.layers}
     losses: Losses = {each.name: {None: 0.0} for each in run.plan.layers}
-    with Progress("weigh the choices", "choice", sum(map(len, wanted.values())), show=run.config.progress) as bar:
+    with run.bar("weigh the choices", "choice", sum(map(len, wanted.values()))) as bar:
         for layer_plan, stats, weight in solutions(data, wanted):
             loss = 0.0 if stats is None else _loss(layer_plan, stats, weight, gradients, run.processes)
             losses[layer_plan.layer.name][layer_plan.pattern] = float(f"{loss:.9g}")

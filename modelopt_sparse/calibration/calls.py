@@ -56,7 +56,7 @@ from modelopt_sparse.model.devices import (
     offload_again,
     onloaded,
 )
-from modelopt_sparse.model.layers import Stack
+from modelopt_sparse.model.find import Stack
 from modelopt_sparse.plan.plan import LayerPlan
 from modelopt_sparse.run import Run
 

@@ -157,18 +157,6 @@ def held_back(calls: Sequence[Call]) -> int:
     return sum(step in judges for step in steps)
 
 
-def rows_of(call: Call) -> Iterator[Call]:
-    """Calls of one row each, if all tensors of a batch have the same number of rows; else the batch. What has rows is
-    taken to have samples, which may be wrong: whether the model takes them is seen."""
-    tensors = [x for _, x in parts_within((call.args, call.kwargs)) if isinstance(x, Tensor)]
-    plain = all(x.layout == torch.strided and not x.is_nested and x.dim() > 0 for x in tensors)
-    if not plain or len({len(x) for x in tensors}) != 1:
-        yield call
-        return
-    for at in range(len(tensors[0])):  # made as they are asked for: a batch may have many
-        yield Call(*map_batch(lambda x, at=at: x[at : at + 1], (call.args, call.kwargs)))
-
-
 def _copied(x: Tensor) -> Tensor:
     if x.is_nested and x.layout == torch.strided:
         raise TypeError("a calibration batch holds a nested tensor that has no shape: make it with layout=torch.jagged")

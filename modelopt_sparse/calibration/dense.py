@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from modelopt_sparse.calibration.answers import random_states, shared_states
 from modelopt_sparse.calibration.calls import AtBlock, Calls, Inputs, Order, WalkedCall, WholeModel
-from modelopt_sparse.calibration.data import Call, digest_of, rows_of
+from modelopt_sparse.calibration.data import Call, digest_of
 from modelopt_sparse.calibration.forward import CalibrationData, NumberedCall, forward_context, input_hooks, input_key
 from modelopt_sparse.calibration.trial import (
     CHANGES,
@@ -30,17 +30,19 @@ from modelopt_sparse.calibration.trial import (
     Watch,
     is_repeatable,
     rehearse,
+    single_rows,
     truth_of,
     warn_of_repeated,
     warn_of_whole_runs,
 )
 from modelopt_sparse.checks import grouped
-from modelopt_sparse.model.adapters import IN_PROJ, RoutedAdapter, experts_of
 from modelopt_sparse.model.devices import flat_tensors, map_tensors
-from modelopt_sparse.model.layers import Layer, Stack
+from modelopt_sparse.model.experts import RoutedAdapter, experts_of
+from modelopt_sparse.model.find import Stack
+from modelopt_sparse.model.layers import IN_PROJ, Layer
 from modelopt_sparse.plan.plan import LayerPlan, Plan
 from modelopt_sparse.plan.planner import without_others
-from modelopt_sparse.reports.text import Progress, first_few
+from modelopt_sparse.reports.text import first_few
 from modelopt_sparse.run import Run, refuse_unusable
 
 READ = "its parent reads the weight without calling the layer, so that no data reaches it"
@@ -251,6 +253,8 @@ def _without_others(run: Run, others: Mapping[str, bool | None], read: Collectio
     names = {name for others, _ in of_ranks for name, other in others.items() if other is not False}
     reasons = {each.name: each.layer.why_other for each in run.plan.layers if each.name in names}
     reasons |= {name: READ for _, read in of_ranks for name in read}
+    if not reasons:
+        return run
     plan = without_others(run.plan, reasons, run.model, run.config)
     run.report.skipped = plan.skipped
     return replace(run, plan=plan)
@@ -318,7 +322,7 @@ def _one_of_each_kind(calls: Sequence[WalkedCall]) -> list[WalkedCall]:
 
 def _tried(dense: DenseRun, numbered: NumberedCall) -> Tried:
     """What is tried of a call: a row, with padding if the call has some; all of it where the model takes no row."""
-    rows = (NumberedCall(numbered.number, row, dense.data.masks_of(row)) for row in rows_of(numbered.call))
+    rows = (NumberedCall(numbered.number, row, dense.data.masks_of(row)) for row in single_rows(numbered.call))
     row = next((row for row in rows if _all_real(row) == _all_real(numbered)), numbered)
     try:
         (tried,) = truth_of(dense.again, [row])
@@ -332,7 +336,7 @@ def _run_some(dense: DenseRun, chosen: Sequence[WalkedCall]) -> list[Tried]:
     data, run, again = dense.data, dense.data.run, dense.again
     watch, made, hooks = Watch(run), [], input_hooks(run.plan.layers, run.plan.blocks, data.sides, dense.see)
     with (
-        Progress("run the dense model", "batch", len(chosen), show=run.config.progress) as bar,
+        run.bar("run the dense model", "batch", len(chosen)) as bar,
         nullcontext() if run.storage.resident else watch.watching(again),
         again.watching(moved_by_hooks=True),
         hooks as padding,

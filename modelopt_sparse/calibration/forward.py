@@ -19,7 +19,6 @@ from transformers import PreTrainedModel
 from modelopt_sparse.calibration.answers import Unknown, drawing_from
 from modelopt_sparse.calibration.data import Call, digest_of, held_back, load_calls, samples, source_of, units
 from modelopt_sparse.calibration.own_text import calls_from_nothing, monotonous, own_calls, rows_of, why_none_is_written
-from modelopt_sparse.model.adapters import CONV
 from modelopt_sparse.model.devices import (
     dense_rows,
     flat_tensors,
@@ -33,7 +32,7 @@ from modelopt_sparse.model.devices import (
     version,
 )
 from modelopt_sparse.model.hf import is_encoder_decoder, takes
-from modelopt_sparse.model.layers import Layer
+from modelopt_sparse.model.layers import CONV, Layer
 from modelopt_sparse.model.output import Output, OutputError, name_of
 from modelopt_sparse.plan.plan import LayerPlan
 from modelopt_sparse.run import Run, Unreadable
@@ -570,10 +569,7 @@ def forward_context(run: Run) -> Iterator[None]:
     model or a part of it runs on. No solver runs in it."""
     config, mha = run.config, torch.backends.mha
     with ExitStack() as contexts:
-        if config.widens(run.model):
-            called = {module for layer_plan in run.plan.layers for module in layer_plan.layer.hooked_modules}
-            inside = (module for block in run.plan.blocks for module in block.modules())
-            contexts.enter_context(in_float32(called.union(x for x in inside if isinstance(x, nn.Linear))))
+        contexts.enter_context(in_float32(run.widened))
         # nn.TransformerEncoder and nn.MultiheadAttention have a fused path that reads the weights of modules inside
         # them without calling these, and packs padded batches into nested tensors
         contexts.callback(mha.set_fastpath_enabled, mha.get_fastpath_enabled())

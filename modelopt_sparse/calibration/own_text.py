@@ -19,8 +19,8 @@ from transformers.cache_utils import DynamicLayer
 from modelopt_sparse.calibration.data import Call, chat_prompts, text_windows
 from modelopt_sparse.distributed import Processes
 from modelopt_sparse.model.devices import input_device
+from modelopt_sparse.model.find import model_inside
 from modelopt_sparse.model.hf import cache_name, default_seq_len, writes_text
-from modelopt_sparse.model.layers import model_inside
 from modelopt_sparse.model.output import drawn
 from modelopt_sparse.plan.options import OWN_WINDOWS, SELF, SparsifyConfig
 from modelopt_sparse.run import Run, calibrating

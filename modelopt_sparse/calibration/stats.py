@@ -23,7 +23,7 @@ from modelopt_sparse.checks import grouped
 from modelopt_sparse.distributed import Processes
 from modelopt_sparse.methods.base import Stats
 from modelopt_sparse.methods.scores import Magnitude
-from modelopt_sparse.model.adapters import Route, RoutedAdapter
+from modelopt_sparse.model.experts import Route, RoutedAdapter
 from modelopt_sparse.model.layers import Layer
 from modelopt_sparse.plan.plan import LayerPlan
 from modelopt_sparse.reports.report import Report

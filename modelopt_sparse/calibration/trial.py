@@ -12,12 +12,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from modelopt_sparse.calibration.calls import AtBlock, Calls, UnderWay, WalkedCall
+from modelopt_sparse.calibration.data import Call
 from modelopt_sparse.calibration.forward import NumberedCall, PaddingError, forward_context
-from modelopt_sparse.model.devices import dense_rows, flat_tensors, version
-from modelopt_sparse.model.layers import Stack
+from modelopt_sparse.model.devices import dense_rows, flat_tensors, map_batch, parts_within, version
+from modelopt_sparse.model.find import Stack
 from modelopt_sparse.run import Run, Unreadable
 
 # what is compared -----------------------------------------------------------------------------------------------------
@@ -117,6 +118,18 @@ class Watch:
 
 
 # the trial ------------------------------------------------------------------------------------------------------------
+
+
+def single_rows(call: Call) -> Iterator[Call]:
+    """Calls of one row each, if all tensors of a batch have the same number of rows; else the batch. What has rows is
+    taken to have samples, which may be wrong: whether the model takes them is seen."""
+    tensors = [x for _, x in parts_within((call.args, call.kwargs)) if isinstance(x, Tensor)]
+    plain = all(x.layout == torch.strided and not x.is_nested and x.dim() > 0 for x in tensors)
+    if not plain or len({len(x) for x in tensors}) != 1:
+        yield call
+        return
+    for at in range(len(tensors[0])):  # made as they are asked for: a batch may have many
+        yield Call(*map_batch(lambda x, at=at: x[at : at + 1], (call.args, call.kwargs)))
 
 
 @dataclass(frozen=True)

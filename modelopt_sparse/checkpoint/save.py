@@ -36,8 +36,9 @@ from modelopt_sparse.checkpoint.folder import (
 from modelopt_sparse.distributed import is_sharded, rank
 from modelopt_sparse.methods.patterns import NM, parse_pattern, pattern_of
 from modelopt_sparse.model.devices import stored, unwrapped
+from modelopt_sparse.model.find import PackedLayer, find_layers, usable
 from modelopt_sparse.model.hf import model_class, unloaded
-from modelopt_sparse.model.layers import Layer, PackedLayer, as_row, find_layers, usable
+from modelopt_sparse.model.layers import Layer, as_row
 from modelopt_sparse.model.masking import (
     SUFFIX,
     dense_class,

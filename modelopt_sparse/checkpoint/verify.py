@@ -15,9 +15,10 @@ from modelopt_sparse.checks import grouped
 from modelopt_sparse.methods.patterns import Pattern, Unstructured, parse_pattern
 from modelopt_sparse.methods.scores import Magnitude
 from modelopt_sparse.model.devices import stored
+from modelopt_sparse.model.find import find_layers, usable
 from modelopt_sparse.model.forwards import OTHER
 from modelopt_sparse.model.hf import codes_in, empty_model, quantization_of, refuse_codes, unloaded
-from modelopt_sparse.model.layers import Layer, as_row, find_layers, usable
+from modelopt_sparse.model.layers import Layer, as_row
 from modelopt_sparse.model.masking import named_masks
 from modelopt_sparse.plan.options import SparsifyConfig
 from modelopt_sparse.plan.planner import plan_for

@@ -8,10 +8,11 @@ import torch
 from torch import nn
 
 from modelopt_sparse.checks import grouped
-from modelopt_sparse.model.adapters import CONV, UP
 from modelopt_sparse.model.devices import bytes_of, input_device
+from modelopt_sparse.model.experts import UP
+from modelopt_sparse.model.find import Stack
 from modelopt_sparse.model.hf import default_seq_len, text_config_of, writes_text
-from modelopt_sparse.model.layers import Stack
+from modelopt_sparse.model.layers import CONV
 from modelopt_sparse.plan.options import HELD_BACK_FOR_OUTPUTS, OWN_WINDOWS, STEP_TOKENS, SparsifyConfig
 from modelopt_sparse.plan.plan import LayerPlan, Plan
 from modelopt_sparse.reports.text import first_few

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from modelopt_sparse.checks import grouped
 from modelopt_sparse.methods.base import Method
 from modelopt_sparse.methods.patterns import Pattern
-from modelopt_sparse.model.adapters import RoutedAdapter
 from modelopt_sparse.model.devices import full_name, stored
-from modelopt_sparse.model.layers import Layer, Stack
+from modelopt_sparse.model.experts import RoutedAdapter
+from modelopt_sparse.model.find import Stack
+from modelopt_sparse.model.layers import Layer
 from modelopt_sparse.plan.options import SparsifyConfig
 from modelopt_sparse.reports.report import library_versions
 from modelopt_sparse.reports.text import Column, Printed, counted, paragraph, product_of, rows_of, table

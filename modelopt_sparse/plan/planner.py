@@ -14,17 +14,10 @@ from modelopt_sparse.methods import ALIASES, METHODS
 from modelopt_sparse.methods.base import NEEDS, Method
 from modelopt_sparse.methods.patterns import NM, Pattern, Unstructured, parse_pattern
 from modelopt_sparse.methods.scores import GivenMask
-from modelopt_sparse.model.adapters import RoutedAdapter
+from modelopt_sparse.model.experts import RoutedAdapter
+from modelopt_sparse.model.find import OUTSIDE, Unprunable, find_layers, find_stacks, protected_modules, usable
 from modelopt_sparse.model.hf import codes_in, holds_codes, quantization_of, refuse_codes, refuse_longer_windows
-from modelopt_sparse.model.layers import (
-    OUTSIDE,
-    Layer,
-    Unprunable,
-    find_layers,
-    find_stacks,
-    protected_modules,
-    usable,
-)
+from modelopt_sparse.model.layers import Layer
 from modelopt_sparse.model.masking import dense_class
 from modelopt_sparse.plan.budget import parse_choices
 from modelopt_sparse.plan.memory import estimated, experts_at_once, experts_per_token, lacking, tight

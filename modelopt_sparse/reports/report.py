@@ -2,9 +2,7 @@
 
 import math
 import platform
-import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
@@ -72,16 +70,6 @@ class Report(Printed):
     def begin(cls, skipped: Sequence[Skipped], notes: Sequence[str], settings: Mapping[str, Any]) -> "Report":
         """The report of a run that starts now; ``skipped`` and ``notes`` are those of its plan."""
         return cls(skipped=tuple(skipped), notes=list(notes), settings=dict(settings), versions=library_versions())
-
-    @contextmanager
-    def timed(self, part: str) -> Iterator[None]:
-        """Count the time within as time of this part of the run."""
-        began = time.perf_counter()
-        try:
-            yield
-        finally:
-            if spent := round(time.perf_counter() - began, 3):
-                self.seconds[part] = round(self.seconds.get(part, 0.0) + spent, 3)
 
     def budgeted(self, said: Mapping[str, Any]) -> None:
         """Add what a budget led to: what was asked, the costs, the plans that were tried, and each layer's choice."""

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from modelopt_sparse.checks import check_choice, check_number, is_whole
 from modelopt_sparse.distributed import is_sharded
+from modelopt_sparse.model.find import find_layers
 from modelopt_sparse.model.forwards import has_own_forward
-from modelopt_sparse.model.layers import find_layers
 from modelopt_sparse.model.masking import named_masks
 from modelopt_sparse.plan.options import check_globs, first_match
 from modelopt_sparse.reports.report import library_versions

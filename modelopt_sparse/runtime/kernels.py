@@ -29,7 +29,7 @@ from torch.sparse import (
 )
 
 from modelopt_sparse.model.devices import without_hook
-from modelopt_sparse.model.layers import PackedLayer
+from modelopt_sparse.model.find import PackedLayer
 from modelopt_sparse.model.masking import drop_bound_forward
 
 # backends -------------------------------------------------------------------------------------------------------------

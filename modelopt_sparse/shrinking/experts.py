@@ -16,8 +16,7 @@ from modelopt_sparse.calibration.calls import Inputs
 from modelopt_sparse.calibration.dense import BlockTask
 from modelopt_sparse.calibration.forward import CalibrationData, NumberedCall
 from modelopt_sparse.calibration.stats import without_data
-from modelopt_sparse.model.adapters import real_rows
-from modelopt_sparse.model.layers import Layer
+from modelopt_sparse.model.layers import Layer, real_rows
 from modelopt_sparse.run import Run
 from modelopt_sparse.shrinking.cutting import Choice, changed_in_calls, cut_block
 from modelopt_sparse.shrinking.importance import Criterion, by_block

@@ -24,7 +24,6 @@ from modelopt_sparse.methods.base import Stats
 from modelopt_sparse.model.devices import flat_tensors
 from modelopt_sparse.model.layers import Layer
 from modelopt_sparse.plan.plan import LayerPlan
-from modelopt_sparse.reports.text import Progress
 from modelopt_sparse.reports.values import Shrunk
 from modelopt_sparse.run import Run
 from modelopt_sparse.shrinking.cutting import Choice, skipped
@@ -76,7 +75,7 @@ def blocks(judge: Judge, depth: BlockCount, gone: int, run: Run, shrunk: Shrunk)
     numbers = range(max(0, end - math.ceil(SAMPLES / rows)), end)  # the last that do not judge
     for _ in range(gone):
         divergences: dict[int, float] = {}
-        with Progress("choose blocks", "block", len(stay), show=run.config.progress) as bar:
+        with run.bar("choose blocks", "block", len(stay)) as bar:
             for place in stay:
                 bar.update()
                 rest = [i for i in stay if i != place]
@@ -213,7 +212,7 @@ def by_block(
     results: dict[str, Found] = {}
     run = replace(data.run, config=replace(data.run.config, reconstruct=None))
     tasks = blocks_in_call_order(run, replace(data, run=run))
-    with Progress(title, "block", len(tasks), show=run.config.progress) as bar:
+    with run.bar(title, "block", len(tasks)) as bar:
         for task in tasks:
             bar.say(task.name, run.memory_in_use())
             inputs = task.inputs()

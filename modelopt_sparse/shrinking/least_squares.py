@@ -14,8 +14,8 @@ from torch import Tensor
 
 from modelopt_sparse.accuracy.tuning import BatchNumbers
 from modelopt_sparse.calibration.stats import add_product, completed, shared_sums
-from modelopt_sparse.model.adapters import SECOND, Route
 from modelopt_sparse.model.devices import stored
+from modelopt_sparse.model.experts import SECOND, Route
 from modelopt_sparse.run import Run
 
 

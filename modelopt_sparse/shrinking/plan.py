@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 from modelopt_sparse.methods.patterns import Unstructured
 from modelopt_sparse.methods.scores import Magnitude
 from modelopt_sparse.model.devices import has_hook
+from modelopt_sparse.model.find import model_inside
 from modelopt_sparse.model.hf import quantization_of
-from modelopt_sparse.model.layers import model_inside
 from modelopt_sparse.model.masking import named_masks
 from modelopt_sparse.plan.memory import estimated
 from modelopt_sparse.plan.options import SparsifyConfig, quality_of

@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from modelopt_sparse.checks import grouped
-from modelopt_sparse.model.adapters import HF_CONV1D, LAST, LINEAR
 from modelopt_sparse.model.devices import full_name
+from modelopt_sparse.model.experts import LAST
+from modelopt_sparse.model.find import Stack
 from modelopt_sparse.model.hf import built
-from modelopt_sparse.model.layers import Layer, Stack
+from modelopt_sparse.model.layers import HF_CONV1D, LINEAR, Layer
 
 # the names that usually hold the width of an MLP: tried first. One that holds None may stand for a default
 WIDTHS = ("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner", "d_ff", "hidden_dim")

@@ -32,7 +32,6 @@ from modelopt_sparse.plan.options import Reconstruct, SparsifyConfig
 from modelopt_sparse.plan.plan import common_to_processes
 from modelopt_sparse.plan.planner import plan_for
 from modelopt_sparse.reports.report import Report, attach_report
-from modelopt_sparse.reports.text import Progress
 from modelopt_sparse.reports.values import Shrunk
 from modelopt_sparse.run import InMemory, Run, calibrating
 from modelopt_sparse.shrinking import experts as mixtures
@@ -146,9 +145,9 @@ def shrink_to_one(
     """The run behind `shrink` and `shrink_checkpoint`: to the best of the sizes that a ``budget`` leaves, or to the
     only ones. ``calls`` are those of the calibration data, if it has been read before."""
     with calibrating(run.model):
-        with run.report.timed("calibration data"):
+        with run.part("calibration data"):
             data = CalibrationData.load(run, calls)
-        with run.report.timed("budget"):
+        with run.part("budget"):
             best = sizes[0] if budget is None else _best(data, sizes, how, budget)
         _shrink(data, best, how)
 
@@ -187,19 +186,19 @@ def _shrink(data: CalibrationData, sizes: TargetSizes, how: Criterion) -> Shrunk
         if sizes.depth is not None:
             sizes = replace(sizes, stay=recalled["kept"]["blocks"][sizes.depth.stack], named=True)
     cutting = Cutting.tried(data, sizes)
-    with report.timed("metrics"):
+    with run.part("metrics"):
         data = with_metrics(data)
-    with report.timed("dense predictions"):
+    with run.part("dense predictions"):
         # streamed, each call would read all weights
         judge = Judge(Teacher.of(data) if run.storage.resident else None, batches)
     shrunk = Shrunk({name: [*pair] for name, pair in sizes.changes.items()}, how.name)
-    with report.timed("choice of blocks"):
+    with run.part("choice of blocks"):
         cutting = _without_blocks(cutting, data, judge, how, shrunk)
-    with report.timed("choice of channels"), skipped(model, cutting.gone):
+    with run.part("choice of channels"), skipped(model, cutting.gone):
         if not sizes.experts:
             chosen = importance.channels(data, cutting.groups, batches, how) if cutting.groups else {}
             cutting = _measured(replace(cutting, choices=chosen), judge, how, run, shrunk)
-    with report.timed("choice of experts"), skipped(model, cutting.gone):
+    with run.part("choice of experts"), skipped(model, cutting.gone):
         if sizes.experts:
             chosen = mixtures.experts(data, cutting.groups, batches, how, cutting.narrow)
             cutting = _measured(replace(cutting, choices=chosen), judge, how, run, shrunk)
@@ -210,7 +209,7 @@ def _shrink(data: CalibrationData, sizes: TargetSizes, how: Criterion) -> Shrunk
     run.storage.write_as(cutting.names(run.plan))
     seconds = _seconds_of_calls(data, cutting) if run.storage.resident else {}
     try:
-        with report.timed("blocks"):
+        with run.part("blocks"):
             _repair(cutting, data)
     except BaseException as error:
         if run.storage.resident:  # else another run goes on
@@ -223,7 +222,7 @@ def _shrink(data: CalibrationData, sizes: TargetSizes, how: Criterion) -> Shrunk
     if run.config.reconstruct is not None:
         judge.measure("reconstructed", shrunk)
     if run.config.distill is not None and judge.teacher is not None:
-        with report.timed("distillation"):
+        with run.part("distillation"):
             distill(replace(judge.teacher, data=replace(data, run=run)), run)
         judge.measure("distilled", shrunk)
     return shrunk
@@ -293,7 +292,7 @@ def _repair(cutting: Cutting, data: CalibrationData) -> None:
         return
     with ExitStack() as ending:
         tasks = blocks_in_call_order(run, data)
-        with Progress("reconstruct", "block", len(tasks), show=run.config.progress) as bar:
+        with run.bar("reconstruct", "block", len(tasks)) as bar:
             for task in tasks:
                 bar.say(task.name, *run.so_far())
                 inputs, goes = task.inputs(), task.name in cutting.gone

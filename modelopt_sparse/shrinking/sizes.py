@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from modelopt_sparse.checks import is_whole
 from modelopt_sparse.methods.patterns import Unstructured, parse_pattern
-from modelopt_sparse.model.adapters import LAST, RoutedAdapter
+from modelopt_sparse.model.experts import LAST, RoutedAdapter
 from modelopt_sparse.model.hf import cache_name
 from modelopt_sparse.model.layers import Layer
 from modelopt_sparse.plan.budget import parse_budget

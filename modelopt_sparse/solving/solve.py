@@ -412,7 +412,7 @@ def sparsify_block(block: BlockTask, run: Run, judge: Callable[[], float] | None
     movable: dict[nn.Parameter, Movable] = {}
     later: list[Callable[[], object]] = []
     with run.storage.open(block.block, run.report) as write_sparse, inputs.on_device(), ExitStack() as undo:
-        with run.report.timed("permutation"):
+        with run.part("permutation"):
             permuted = permute(block, inputs, run, undo) if config.permute else {}
         tuned = dense_goals(block, inputs, run) if config.reconstruct else []
         if write_sparse is not None:  # only what the block puts out is needed

@@ -23,11 +23,12 @@ from modelopt_sparse.checks import shown
 from modelopt_sparse.distributed import full
 from modelopt_sparse.methods.patterns import Unstructured, count_zeros, level_of
 from modelopt_sparse.methods.scores import Magnitude
-from modelopt_sparse.model.adapters import RoutedAdapter, RowAdapter
 from modelopt_sparse.model.devices import flat_tensors, full_name, in_eval_mode, unwrapped
+from modelopt_sparse.model.experts import RoutedAdapter
+from modelopt_sparse.model.find import find_layers, protected_modules
 from modelopt_sparse.model.forwards import OTHER
 from modelopt_sparse.model.hf import holds_codes
-from modelopt_sparse.model.layers import Layer, as_row, find_layers, protected_modules
+from modelopt_sparse.model.layers import Layer, RowAdapter, as_row
 from modelopt_sparse.model.masking import (
     SUFFIX,
     SparseModule,

@@ -29,7 +29,7 @@ from modelopt_sparse.checkpoint.folder import DESCRIPTION, PICKLES
 from modelopt_sparse.checkpoint.save import add_masks, restore
 from modelopt_sparse.distributed import first_difference, is_fully_sharded
 from modelopt_sparse.model.devices import unwrapped
-from modelopt_sparse.model.layers import model_inside, usable
+from modelopt_sparse.model.find import model_inside, usable
 from modelopt_sparse.model.masking import SUFFIX, let_gradients_through, named_masks, remove_masks, set_mask
 from modelopt_sparse.reports.report import Report, attach_report, attached_report, merged_report
 from modelopt_sparse.reports.values import LayerReport

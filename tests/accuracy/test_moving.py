@@ -10,7 +10,7 @@ from torch import nn
 import modelopt_sparse as mts
 from modelopt_sparse.accuracy import tuning
 from modelopt_sparse.accuracy.tuning import BELOW, DECAY, MOVING, Movable, moves, shrunk
-from modelopt_sparse.model.layers import find_layers
+from modelopt_sparse.model.find import find_layers
 from modelopt_sparse.model.masking import SparseModule
 from tests.helpers import assert_bits, assert_same_state, in_steps, refused, state_of, tiny_llama, token_batches
 

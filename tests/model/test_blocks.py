@@ -14,7 +14,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from modelopt_sparse.model.layers import find_layers, find_stacks
+from modelopt_sparse.model.find import find_layers, find_stacks
 from tests.helpers import tiny_llama
 
 pytestmark = pytest.mark.core

@@ -6,7 +6,8 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from modelopt_sparse.methods.patterns import NM
-from modelopt_sparse.model.layers import Layer, find_layers
+from modelopt_sparse.model.find import find_layers
+from modelopt_sparse.model.layers import Layer
 from modelopt_sparse.model.masking import set_mask
 from tests.oracles import reference
 

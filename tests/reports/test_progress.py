@@ -3,8 +3,8 @@
 import pytest
 
 import modelopt_sparse as mts
-from modelopt_sparse.reports import text
-from modelopt_sparse.reports.text import Progress
+from modelopt_sparse import run
+from modelopt_sparse.run import Progress
 from tests.helpers import tiny_llama, token_batches
 
 pytestmark = pytest.mark.core
@@ -15,7 +15,7 @@ class Clock:
 
     def __init__(self, monkeypatch):
         self.now = 1000.0
-        monkeypatch.setattr(text.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(run.time, "monotonic", lambda: self.now)
 
 
 def test_a_line_every_minute_where_there_is_no_terminal(monkeypatch, capsys):
@@ -34,26 +34,13 @@ def test_a_line_every_minute_where_there_is_no_terminal(monkeypatch, capsys):
     ]
 
 
-def test_a_total_that_is_not_known(monkeypatch, capsys):
-    clock = Clock(monkeypatch)
-    with Progress("run the dense model", "batch") as bar:
-        clock.now += 61
-        bar.update(3)
-        bar.begin(10)
-        clock.now += 61
-        bar.update()
-    first, second = capsys.readouterr().err.splitlines()
-    assert first == "run the dense model: batch 3, 01:01 gone"
-    assert second == "run the dense model: batch 1 of 10, 02:02 gone, 18:18 left"
-
-
 @pytest.mark.parametrize(("show", "terminal", "bar", "lines"), [
     (None, False, False, True), (None, True, True, False), (False, False, False, False), (False, True, False, False),
     (True, False, True, False), (True, True, True, False),
 ])  # fmt: skip
 def test_where_what_is_shown(monkeypatch, capsys, show, terminal, bar, lines):
     clock = Clock(monkeypatch)
-    monkeypatch.setattr(text.sys.stderr, "isatty", lambda: terminal, raising=False)
+    monkeypatch.setattr(run.sys.stderr, "isatty", lambda: terminal, raising=False)
     with Progress("sparsify", "block", 2, show=show) as each:
         clock.now += 100
         each.update()
@@ -63,7 +50,7 @@ def test_where_what_is_shown(monkeypatch, capsys, show, terminal, bar, lines):
 
 
 def test_a_notebook_is_no_terminal_and_has_a_bar(monkeypatch):
-    class Widget(text.tqdm):
+    class Widget(run.tqdm):
         pass
 
     Widget.__module__ = "tqdm.notebook"
@@ -74,7 +61,7 @@ def test_a_notebook_is_no_terminal_and_has_a_bar(monkeypatch):
             shown.append(not options["disable"])
             super().__init__(**{**options, "disable": True})
 
-    monkeypatch.setattr(text, "tqdm", InNotebook)
+    monkeypatch.setattr(run, "tqdm", InNotebook)
     with Progress("sparsify", "block", 2):
         pass
     with Progress("sparsify", "block", 2, show=False):

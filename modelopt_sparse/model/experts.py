@@ -1,12 +1,18 @@
-"""Adapters: how a type of weight is seen as a matrix [..., R, C], and which rows [..., T, C] it is multiplied with.
+"""Fused experts: one parameter [E, ...] holds a matrix for each expert, and the router decides which rows go to which.
 
-Shape letters: R rows (out features), C columns (in features), T tokens, K kernel positions, I input channels per
-group, E experts. Leading dimensions are independent matrices (convolution groups; q, k and v of a fused projection;
-experts).
+transformers calls experts in four ways:
+
+- its experts interface, and classes that are called like it: hidden states, and the chosen experts of each token;
+- Llama 4: hidden states, scaled by the router's score;
+- JetMoe's ParallelExperts: rows sorted by expert;
+- Inkling's shared experts, which see every token: hidden states, and a factor for each expert.
+
+Forward pre-hooks see these arguments, so that the model runs its own implementation.
+
+Shape letters: E experts, R rows (out features), C columns (in features), T tokens.
 """
 
 import inspect
-import math
 from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Iterator
@@ -18,213 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from modelopt_sparse.model.devices import stored
+from modelopt_sparse.model.layers import Adapter, real_rows
 from modelopt_sparse.model.masking import dense_class
-
-
-class Adapter:
-    """How one type of weight is seen as a matrix, and how its inputs are read: here that of nn.Linear.
-
-    Adapters hold no state, and there is one instance of each.
-
-    ``module`` is in each method the module that holds the weight. ``argument`` is the name of the module's input.
-    """
-
-    argument = "input"
-
-    def matrix(self, module: Any, weight: Tensor) -> Tensor:
-        """Weight as the module holds it -> ``[..., R, C]`` (a view where the layout allows it)."""
-        return weight
-
-    def unmatrix(self, module: Any, matrix: Tensor) -> Tensor:
-        """The inverse of `matrix`."""
-        return matrix
-
-    def columns(self, module: Any, weight: Tensor) -> int:
-        """How many consecutive input channels there are for N:M groups to lie in."""
-        return self.matrix(module, weight).shape[-1]
-
-    def inputs(self, module: Any, args: tuple, kwargs: dict) -> tuple[Tensor, ...]:
-        """The tensors that the weight is multiplied with in one call of the hooked module, from its arguments."""
-        return (args[0] if args else kwargs[self.argument],)
-
-    def rows(self, module: Any, inputs: tuple[Tensor, ...], token_mask: Tensor | None) -> Iterator[Tensor]:
-        """Inputs as chunks of rows ``[..., T, C]``.
-
-        ``token_mask`` (bool, shaped like an input without its last dimension) is True for real tokens and False for
-        padding, which is left out. None: there is no padding.
-        """
-        (x,) = inputs
-        yield real_rows(x, token_mask)
-
-    def signature(self, module: Any) -> tuple:
-        """Layers with the same input share statistics only if their signatures are equal."""
-        return ()
-
-
-def real_rows(x: Tensor, token_mask: Tensor | None) -> Tensor:
-    """``[..., C]`` as ``[T, C]``, without padding."""
-    return x.reshape(-1, x.shape[-1]) if token_mask is None else x[token_mask]
-
-
-class _HFConv1DAdapter(Adapter):
-    """transformers' Conv1D (GPT-2): a linear layer whose weight is stored as [in, out]."""
-
-    argument = "x"
-
-    def matrix(self, module: Any, weight):
-        return weight.mT
-
-    def unmatrix(self, module: Any, matrix):
-        return matrix.mT.contiguous()
-
-
-class _ConvAdapter(Adapter):
-    """Convolutions: [out, I, *kernel] as [groups, out / groups, K * I], input channels innermost.
-
-    So an N:M group lies along the input channels at one kernel position, as 2:4 hardware reads the weight.
-    """
-
-    def matrix(self, module: Any, weight):
-        matrix = weight.movedim(1, -1).flatten(1)
-        return matrix if module.groups == 1 else matrix.unflatten(0, (module.groups, -1))
-
-    def unmatrix(self, module: Any, matrix):
-        kernel = module.kernel_size
-        weight = matrix if module.groups == 1 else matrix.flatten(0, 1)
-        return weight.unflatten(1, (*kernel, -1)).movedim(-1, 1).contiguous()
-
-    def columns(self, module: Any, weight):
-        return weight.shape[1]
-
-    def rows(self, module: Any, inputs, token_mask):
-        assert token_mask is None  # patches mix padding with real tokens; the run refuses such inputs before
-        (x,) = inputs
-        spatial = len(module.kernel_size)
-        if x.dim() == spatial + 1:  # unbatched
-            x = x.unsqueeze(0)
-        x = _pad(module, x)
-        # one sample at a time, or more while the unfolded rows stay small
-        unfolded = max(x[0].numel() * math.prod(module.kernel_size), 1)
-        for chunk in x.split(max(2**24 // unfolded, 1)):
-            patches = chunk
-            for dim in range(spatial):
-                kernel, stride, dilation = module.kernel_size[dim], module.stride[dim], module.dilation[dim]
-                span = dilation * (kernel - 1) + 1
-                patches = patches.unfold(2 + dim, span, stride)[..., ::dilation]
-            # [B, channels, *positions, *kernel] -> [groups, T, K * I]
-            patches = patches.unflatten(1, (module.groups, -1))
-            order = [1, 0, *range(3, 3 + 2 * spatial), 2]
-            rows = patches.permute(order).flatten(1, 1 + spatial).flatten(2)
-            yield rows[0] if module.groups == 1 else rows
-
-    def signature(self, module: Any):
-        padding = module.padding if isinstance(module.padding, str) else tuple(module.padding)
-        shape = (tuple(module.kernel_size), tuple(module.stride), tuple(module.dilation))
-        return (*shape, module.groups, padding, module.padding_mode)
-
-
-def _pad(module: Any, x: Tensor) -> Tensor:
-    """``x`` with the padding that the convolution itself would add, in each of torch's modes."""
-    if module.padding == "valid":
-        return x
-    sides: list[int] = []
-    for dim in reversed(range(len(module.kernel_size))):
-        if module.padding == "same":
-            total = module.dilation[dim] * (module.kernel_size[dim] - 1)
-            sides += [total // 2, total - total // 2]
-        else:
-            sides += [module.padding[dim]] * 2
-    return F.pad(x, sides, mode="constant" if module.padding_mode == "zeros" else module.padding_mode)
-
-
-class _InProjAdapter(Adapter):
-    """nn.MultiheadAttention's fused in_proj_weight [3E, E] as [3, E, E]: q, k and v, each with its own input."""
-
-    def matrix(self, module: Any, weight):
-        return weight.unflatten(0, (3, -1))
-
-    def unmatrix(self, module: Any, matrix):
-        return matrix.flatten(0, 1)
-
-    def inputs(self, module: Any, args, kwargs):
-        q, k, v = _query_key_value(args, kwargs)
-        return (q,) if q is k and k is v else (q, k, v)
-
-    def rows(self, module: Any, inputs, token_mask):
-        flat = [real_rows(x, token_mask) for x in inputs]
-        if len(flat) == 1:
-            yield flat[0]  # one Gram matrix serves all three
-            return
-        longest = max(len(x) for x in flat)  # keys may be longer than queries; zero rows add nothing to the sums
-        yield torch.stack([F.pad(x, (0, 0, 0, longest - len(x))) for x in flat])
-
-    def signature(self, module: Any):
-        return ("in_proj",)
-
-
-class _SeparateProjAdapter(Adapter):
-    """nn.MultiheadAttention's q_proj_weight, k_proj_weight or v_proj_weight (kdim or vdim given)."""
-
-    def __init__(self, position: int) -> None:
-        self.position = position
-
-    def inputs(self, module: Any, args, kwargs):
-        return (_query_key_value(args, kwargs)[self.position],)
-
-
-class _OutProjAdapter(Adapter):
-    """nn.MultiheadAttention's out_proj: a Linear whose weight the attention reads without calling it.
-
-    Its input is what the attention returns when the output projection is replaced by the identity (and its mask by
-    one that is True everywhere).
-    """
-
-    def inputs(self, module: Any, args, kwargs):
-        weight, bias = module.out_proj.weight, module.out_proj.bias
-        replaced = {"out_proj.weight": torch.eye(module.embed_dim, dtype=weight.dtype, device=weight.device)}
-        if bias is not None:
-            replaced["out_proj.bias"] = torch.zeros_like(bias)
-        for name, mask in module.out_proj.named_buffers():
-            replaced[f"out_proj.{name}"] = torch.ones_like(mask)
-        return (torch.func.functional_call(module, replaced, args, kwargs)[0],)
-
-
-class RowAdapter(Adapter):
-    """A parameter that is no layer (a bias, a norm, an embedding), as one row ``[1, numel]``; it reads no input."""
-
-    def __init__(self, param: str) -> None:
-        self.param = param
-
-    def matrix(self, module: Any, weight):
-        return weight.reshape(1, -1)
-
-    def unmatrix(self, module: Any, matrix):
-        return matrix.reshape(module.get_parameter(self.param).shape)
-
-    def inputs(self, module: Any, args, kwargs):
-        return ()
-
-
-def _query_key_value(args: tuple, kwargs: dict) -> tuple[Tensor, Tensor, Tensor]:
-    names = ("query", "key", "value")
-    return tuple(args[i] if i < len(args) else kwargs[name] for i, name in enumerate(names))  # type: ignore[return-value]
-
-
-LINEAR, HF_CONV1D, CONV = Adapter(), _HFConv1DAdapter(), _ConvAdapter()
-IN_PROJ, OUT_PROJ = _InProjAdapter(), _OutProjAdapter()
-SEPARATE_PROJ = {f"{letter}_proj_weight": _SeparateProjAdapter(i) for i, letter in enumerate("qkv")}
-
-
-# fused experts --------------------------------------------------------------------------------------------------------
-# In transformers' mixtures one parameter [E, ...] holds a matrix for each expert, and the router decides which rows go
-# to which expert. transformers calls experts in four ways:
-#
-# - its experts interface, and classes that are called like it: hidden states, and the chosen experts of each token;
-# - Llama 4: hidden states, scaled by the router's score;
-# - JetMoe's ParallelExperts: rows sorted by expert;
-# - Inkling's shared experts, which see every token: hidden states, and a factor for each expert.
-#
-# Forward pre-hooks see these arguments, so that the model runs its own implementation.
 
 FIRST, SECOND = ("gate_up_proj", "up_proj"), "down_proj"
 # classes without transformers' experts interface that are called, and laid out, as it has them by default
