@@ -236,6 +236,8 @@ class TunedWeight:
     """A parameter and its values in float32: a step smaller than bfloat16 can hold is not lost.
 
     mask: True = kept; None if it has none. movable: if its mask moves.
+    places: of a mask that does not move: where it keeps values, in the flat weight. Selecting by a bool mask in each
+      step takes five times as long (examples/benchmarks/README.md).
     values: all of them where there is no mask or one that moves; else only those that the mask keeps, [kept].
     moments: the dtype that Adam's two moments are held in between two steps.
     """
@@ -249,8 +251,13 @@ class TunedWeight:
         moments: torch.dtype | None,
     ) -> None:
         values = parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32), copy=True)
-        if mask is not None:
-            values = values[mask] if movable is None else movable.start(values, mask)
+        self.places: Tensor | None = None
+        if mask is not None and movable is None:
+            self.places = mask.flatten().nonzero().flatten()
+            self.places = self.places.int() if mask.numel() <= torch.iinfo(torch.int32).max else self.places
+            values = values[mask]
+        elif mask is not None and movable is not None:
+            values = movable.start(values, mask)
         values = values.contiguous()
         self.parameter, self.mask, self.movable, self.values, self.rate = parameter, mask, movable, values, rate
         self.moments = moments or values.dtype
@@ -261,8 +268,7 @@ class TunedWeight:
         gradient, self.parameter.grad = self.parameter.grad, None
         if gradient is None:
             return None
-        if self.mask is not None and self.movable is None:
-            gradient = gradient[self.mask]
+        gradient = gradient if self.places is None else gradient.flatten().index_select(0, self.places)
         return gradient.to(self.values.dtype).contiguous()
 
     @torch.no_grad()
@@ -282,7 +288,7 @@ class TunedWeight:
     def held(self) -> Tensor:
         """Of `values` what the model holds."""
         values = self.parameter.detach()
-        return values if self.mask is None or self.movable is not None else values[self.mask]
+        return values if self.places is None else values.flatten().index_select(0, self.places)
 
     def _hold_moments(self, dtype: torch.dtype) -> None:
         state = self.adam.state[self.values]
@@ -292,8 +298,9 @@ class TunedWeight:
     def write(self, values: Tensor, mask: Tensor | None) -> None:
         """Values and mask into the model; what the mask prunes is +0.0."""
         parameter, values = self.parameter, values.to(self.parameter.device)
-        if mask is not None and self.movable is None:
-            values = torch.zeros_like(parameter).masked_scatter_(mask, values.to(parameter.dtype))
+        if self.places is not None:
+            whole = torch.zeros(parameter.numel(), dtype=parameter.dtype, device=parameter.device)
+            values = whole.index_put_((self.places,), values.to(parameter.dtype)).view(parameter.shape)
         parameter.copy_(values).add_(0.0)  # no weight is -0.0, see `written`
         if mask is not None and self.movable is not None:
             write_zeros(parameter, mask)
