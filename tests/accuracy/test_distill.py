@@ -446,7 +446,7 @@ def test_the_plan_bounds_what_it_takes(dtype, moments):
             distillation.distill(teacher, run)
     stated = plan.memory["distillation"] + plan.memory["distillation_on_the_host"]
     assert stated / 2 < live.peak < 1.1 * stated
-    whole = sum(layer.size for layer in plan.layers) * (12 if moments == "float32" else 8)
+    whole = sum(layer.size for layer in plan.layers) * (14 if moments == "float32" else 10)
     assert live.peak < whole, "no state of pruned weights is held"
 
 
