@@ -31,7 +31,7 @@ from modelopt_sparse.distributed import Processes
 from modelopt_sparse.model.devices import give_back_freed_memory, taken_off
 from modelopt_sparse.model.hf import empty_model, model_class, unloaded
 from modelopt_sparse.model.masking import named_masks, remove_masks
-from modelopt_sparse.plan.memory import own_parameters
+from modelopt_sparse.plan.memory import parameters_by_block
 from modelopt_sparse.reports.report import Report
 from modelopt_sparse.reports.text import first_few, only_errors
 from modelopt_sparse.reports.values import BlockReport, LayerReport
@@ -233,7 +233,7 @@ class Streamed(Storage):
         self._work, self._files, self.spills = work, files, spill
         self._blocks = [model.get_submodule(name) for name in names]
         self._home = {module: block for block in self._blocks for module in block.modules()}
-        self._own = dict(zip(self._blocks, own_parameters(model, names).values()))
+        self._own = dict(zip(self._blocks, parameters_by_block(model, names).values()))
         self._over: set[nn.Module] = set()
         self._open: nn.Module | None = None
         self._passing: nn.Module | None = None

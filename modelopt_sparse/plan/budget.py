@@ -61,15 +61,15 @@ def parse_budget(value: Any, units: Collection[str] = BUDGET_UNITS) -> Budget | 
 
 def zeros_of(pattern: Unstructured) -> tuple[Budget, tuple[Pattern | None, ...]]:
     """An optional budget of as many zeros as a pattern has, and LEVELS with its scope."""
-    levels = (replace(pattern, sparsity=each.sparsity) for each in map(parse_pattern, LEVELS[1:]))
-    return Budget("zeros", Fraction(str(pattern.sparsity)), of_dense=True, optional=True), (None, *levels)
+    patterns = (replace(pattern, sparsity=parsed.sparsity) for parsed in map(parse_pattern, LEVELS[1:]))
+    return Budget("zeros", Fraction(str(pattern.sparsity)), of_dense=True, optional=True), (None, *patterns)
 
 
 def parse_choices(value: Any, where: str = "choices") -> tuple[Pattern | None, ...]:
     """Patterns, and "dense" (None), from a list, or text with commas, of what ``pattern=`` takes; at least one is a
     pattern."""
     if isinstance(value, str):
-        value = [each.strip() for each in value.split(",")]
+        value = [part.strip() for part in value.split(",")]
     if not isinstance(value, Iterable):
         raise TypeError(f"{where}={value!r}: give a list, such as ['dense', '2:4']")
     parsed = [*map(parse_choice, value)]
