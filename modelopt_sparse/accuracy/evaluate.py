@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from modelopt_sparse.calibration.data import load_calls, samples
+from modelopt_sparse.calibration.data import batch_rows, load_calls
 from modelopt_sparse.calibration.forward import CalibrationData
 from modelopt_sparse.distributed import Processes
 from modelopt_sparse.model.devices import input_device
@@ -74,7 +74,7 @@ def evaluate(
             losses = [_loss(each.values, call.kwargs["input_ids"]) for each in outputs if as_text]
             sums.append([*losses, *(x for each in dense for x in each.sums(own))])
             bar.update()
-    added, rows = [sum(column) for column in zip(*sums)], sum(samples(call.args, call.kwargs) for call in calls)
+    added, rows = [sum(column) for column in zip(*sums)], sum(batch_rows(call.args, call.kwargs) for call in calls)
     losses, count = added[: len(runs) * as_text], rows * ((seq_len or 2) - 1)
     if any(map(math.isnan, added)):
         whose = "a model's" if not losses else "the model's" if math.isnan(losses[0]) else "the reference's"

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from modelopt_sparse.accuracy.tuning import only_these_require_grad
-from modelopt_sparse.calibration.data import samples
+from modelopt_sparse.calibration.data import batch_rows
 from modelopt_sparse.calibration.forward import CalibrationData, NumberedCall
 from modelopt_sparse.calibration.stats import shared_sums
 from modelopt_sparse.model.devices import flat_tensors, has_hook, input_device
@@ -153,7 +153,7 @@ def gradients_of(data: CalibrationData, blocks: Sequence[nn.Module], layers: Seq
         counts = data.counted(output, numbered.masks.at(data.sides[run.model]))
         if counts.values.requires_grad:
             step, row = numbered.call.step, numbered.call.row
-            number = numbered.number * run.processes.size + run.processes.rank - data.own if step is None else step
+            number = numbered.number * run.processes.size + run.processes.rank - data.written if step is None else step
             # each batch has random numbers of its own, so that any number of processes draws the same labels
             each = counts.drawn_loss((run.config.seed * 1_000_003 + number) % 2**63, row)
             moments.append(counts.moments(len(each)))
@@ -226,11 +226,11 @@ def users_first(data: CalibrationData, wanted: int) -> list[int]:
     assert data.calls is not None
     processes, rows, chosen = data.run.processes, 0, set[int]()
     own = {
-        number * processes.size + processes.rank: samples(call.args, call.kwargs)
+        number * processes.size + processes.rank: batch_rows(call.args, call.kwargs)
         for number, call in enumerate(data.calls)
     }
     for number, size in sorted(processes.gather_numbered("rows of calls", own).items()):
-        if number >= data.own and (rows < wanted or len(chosen) < processes.size):
+        if number >= data.written and (rows < wanted or len(chosen) < processes.size):
             chosen.add(number)
             rows += size
     return [number // processes.size for number in own if number in chosen]

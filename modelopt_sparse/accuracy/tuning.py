@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from modelopt_sparse.calibration.data import judging
+from modelopt_sparse.calibration.data import validation_count
 from modelopt_sparse.calibration.forward import CalibrationData
 from modelopt_sparse.distributed import Processes
 from modelopt_sparse.methods.patterns import NM, Pattern
@@ -50,7 +50,7 @@ class BatchNumbers:
         calls, processes = data.calls, data.run.processes
         numbers = range(len(calls or ())) if numbers is None else numbers
         steps = [None if calls is None else calls[number].step for number in numbers]
-        written = sum(n * processes.size + processes.rank < data.own for n in numbers)
+        written = sum(n * processes.size + processes.rank < data.written for n in numbers)
         return cls.of(processes, steps, written, one_of)
 
     @classmethod
@@ -68,7 +68,7 @@ class BatchNumbers:
             step = of_ranks[rank][0][place]
             together.setdefault(places[number] if step is None else step, []).append(number)
         own_text = sum(count for _, count in of_ranks)
-        judges = judging(sum(numbers[0] >= own_text for numbers in together.values()), one_of)
+        judges = validation_count(sum(numbers[0] >= own_text for numbers in together.values()), one_of)
         *tuned, begin = [*together.values()][: len(together) - judges + 1]
         return cls(processes, own, tuned, range(begin[0], len(places)))
 

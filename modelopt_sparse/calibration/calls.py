@@ -44,9 +44,9 @@ from modelopt_sparse.calibration.forward import (
     forward_context,
     input_hooks,
     onloaded_blocks,
-    watched_outputs,
+    record_outputs,
 )
-from modelopt_sparse.calibration.state import ModelState, objects_of, own_arguments
+from modelopt_sparse.calibration.state import ModelState, objects_of, with_copied_arguments
 from modelopt_sparse.model.devices import (
     flat_tensors,
     forward_replaced,
@@ -72,9 +72,9 @@ class WalkedCall:
     """A call on its way through the blocks.
 
     way: the blocks that it comes to, in order, each as often as the call comes to it; empty before that is seen.
-    needed: of what blocks put out, each tensor that is needed later -> the place of the last visit that needs it; None:
+    needed: each tensor of a block's output that is needed later -> the index of the last visit that needs it; None:
       that is not known, and what blocks put out may also decide where the call goes.
-    answers: of its first visits, those that are over for good. keeps_all: with all that blocks have put out.
+    answers: those of its first visits, which are over for good. keeps_all: with all that blocks have put out.
     starts_again: whether it may, because blocks that have answered are what they were.
     """
 
@@ -86,19 +86,19 @@ class WalkedCall:
     starts_again: bool = True
 
     def going_on(self) -> "WalkedCall":
-        """The same with the answers that it has now, and with all from now on that may be needed: it cannot start
-        again."""
+        """A copy that goes on from the answers kept so far, and keeps all later ones that may be needed. It cannot
+        start again."""
         keeps_all = self.keeps_all or self.needed is None
         return replace(self, answers=[*self.answers], keeps_all=keeps_all, starts_again=False)
 
 
 @dataclass(eq=False)
 class UnderWay:
-    """The run of a call that is under way.
+    """One run of a call, while it lasts.
 
     wanted: the block that it is run for, with gradients or without; None: it runs to its end.
     finished: blocks whose outputs are kept. only_shapes: no block runs, all that they put out is unknown.
-    last: the place of the last visit of the wanted block, while the call goes its way.
+    last: the index of the last visit of the wanted block, while the call goes its way.
     begun: whether the wanted block has begun to run. over: the call was stopped, what follows is not wanted.
     guessed: something in this run is unknown. needed: its values were asked for.
     """
@@ -176,7 +176,8 @@ class Calls:
             yield
 
     def _tell(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Padding that a module inside the model is told of, in the call under way."""
+        """Pre-hook of modules inside the model: note which tokens their arguments call padding, for the call that runs
+        now."""
         if self._now is not None and not self._now.only_shapes:
             self._now.call.numbered.masks.tell(module, args, kwargs)
 
@@ -213,7 +214,7 @@ class Calls:
         call, self._now, ended = now.call, now, False
         if now.wanted is not None:
             now.last = max((n for n, block in enumerate(call.way) if block is now.wanted), default=None)
-        state, (own, put_back) = self._state(), own_arguments(call.numbered.call)
+        state, (copied_call, put_back) = self._state(), with_copied_arguments(call.numbered.call)
         try:
             with ExitStack() as hooks:
                 if now.wanted is not None:  # after all other hooks, which see the output
@@ -221,7 +222,7 @@ class Calls:
                 hooks.enter_context(torch.no_grad())
                 if now.wanted is not None and now.gradients:  # the block's hooks see them, too
                     hooks.callback(now.wanted.register_forward_pre_hook(_with_gradients, prepend=True).remove)
-                call_model(self.run, own, call.numbered.number, call.numbered.random)
+                call_model(self.run, copied_call, call.numbered.number, call.numbered.random)
             ended = not now.over
         except Stop:
             pass
@@ -255,37 +256,37 @@ class Calls:
             raise Needed
         if now.over:
             raise Stop  # the model has caught the first one
-        place = len(now.visits)
+        index = len(now.visits)
         now.visits.append(block)
-        answer = self._answer(now, place, block, args, kwargs)
+        answer = self._answer(now, index, block, args, kwargs)
         if answer is None:
-            output = self._computed(now, place, block, forward, args, kwargs)
+            output = self._computed(now, index, block, forward, args, kwargs)
         else:
-            output = answer.put_out(args, kwargs, place, now.need)
+            output = answer.put_out(args, kwargs, index, now.need)
             now.guessed |= any(isinstance(x, Unknown) for x in flat_tensors(output))
         if self.seen is not None:
             self.seen(now, block, output, answer is None)
         return output
 
     def _answer(
-        self, now: UnderWay, place: int, block: nn.Module, args: tuple, kwargs: dict[str, Any]
+        self, now: UnderWay, index: int, block: nn.Module, args: tuple, kwargs: dict[str, Any]
     ) -> Answer | None:
-        """What the visit at this place is answered with; None: the block computes."""
+        """The kept output that answers visit ``index`` of the call; None: the block computes."""
         call = now.call
         if now.only_shapes:
             for x in flat_tensors((args, kwargs)):
-                now.needs |= dict.fromkeys(x.sources if isinstance(x, Unknown) else (), place)
+                now.needs |= dict.fromkeys(x.sources if isinstance(x, Unknown) else (), index)
             return self.shapes.get((block, signature(args, kwargs))) or now.need()
-        if place >= len(call.answers):
+        if index >= len(call.answers):
             return None
-        if call.way[place] is not block:
+        if call.way[index] is not block:
             batch = f"calibration batch {call.numbered.number}"
             raise RuntimeError(f"{batch} comes to the blocks in another order than before, with the same inputs")
-        draw_from(call.answers[place].random)  # as if the block had drawn its own
-        return call.answers[place]
+        draw_from(call.answers[index].random)  # as if the block had drawn its own
+        return call.answers[index]
 
     def _computed(
-        self, now: UnderWay, place: int, block: nn.Module, forward: Callable, args: tuple, kwargs: dict[str, Any]
+        self, now: UnderWay, index: int, block: nn.Module, forward: Callable, args: tuple, kwargs: dict[str, Any]
     ) -> Any:
         if any(isinstance(x, Unknown) for x in flat_tensors((args, kwargs))):
             now.need()
@@ -295,9 +296,9 @@ class Calls:
         answer = Answer.of(output, before, args, kwargs, self._home.get(block))
         if answer is not None:
             self.shapes[key] = answer
-            if place == len(now.call.answers) and block in now.finished:
+            if index == len(now.call.answers) and block in now.finished:
                 self._keep(now, answer, answer.tensors(output, args, kwargs))
-        if now.last is not None and now.call.way[place : place + 1] != (block,):
+        if now.last is not None and now.call.way[index : index + 1] != (block,):
             now.last = None  # another way than before: it is run to its end
         return output
 
@@ -315,8 +316,8 @@ class Calls:
             with torch.inference_mode(False), torch.enable_grad():
                 args, kwargs = map_tensors(lambda x: x.clone() if x.is_inference() else x, (args, kwargs))
                 return forward(*args, **kwargs)
-        there = block is now.wanted or self._moved_by_hooks or block is self.run.model or has_hook(block)
-        if device is None or there or input_device(block) == device:
+        in_place = block is now.wanted or self._moved_by_hooks or block is self.run.model or has_hook(block)
+        if device is None or in_place or input_device(block) == device:
             return forward(*args, **kwargs)
         home = input_device(block)
         block.to(device)
@@ -327,8 +328,8 @@ class Calls:
             block.to(home)
 
     def _keep(self, now: UnderWay, answer: Answer, tensors: Sequence[Tensor]) -> None:
-        """Keep of a visit's ``tensors``, and of those before, what visits that come later need."""
-        call, place = now.call, len(now.call.answers)
+        """Keep those ``tensors`` of a visit that later visits need, and drop earlier ones that none needs any more."""
+        call, index = now.call, len(now.call.answers)
         newest = {self.stack_of.get(block): n for n, block in enumerate(now.visits)}
 
         def is_wanted(n: int, number: int) -> bool:
@@ -336,21 +337,21 @@ class Calls:
                 return True
             if call.needed is None:  # not known: the last output of each stack
                 return n in newest.values()
-            return call.needed.get((n, number), -1) > place
+            return call.needed.get((n, number), -1) > index
 
         for n, earlier in enumerate(call.answers):
             if earlier.values:
                 values = {number: x for number, x in earlier.values.items() if is_wanted(n, number)}
                 call.answers[n] = replace(earlier, values=values)
-        home, states = self._home.get(now.visits[place]), random_states()
-        values = {n: self._hold(x.to(home or x.device), n) for n, x in enumerate(tensors) if is_wanted(place, n)}
+        home, states = self._home.get(now.visits[index]), random_states()
+        values = {n: self._hold(x.to(home or x.device), n) for n, x in enumerate(tensors) if is_wanted(index, n)}
         states = shared_states(states, call.answers[-1].random) if call.answers else states
         call.answers.append(replace(answer, values=values, random=states))
 
     @torch.inference_mode(False)
     def _hold(self, x: Tensor, number: int) -> Tensor:
-        """A copy of ``x``, where activations are held, that nothing writes to. ``number``: of the tensor in its output.
-        What follows the first, as position biases do, is held once if it equals a tensor of another call."""
+        """Copy ``x``, tensor ``number`` of an output, to where activations are held; nothing writes to the copy.
+        Tensors behind the first, such as position biases, are held once where they equal a tensor of another call."""
         if number == 0:
             return copied(x.detach(), self.run)
         alike = self._newest.setdefault((x.shape, x.dtype, x.stride()), deque(maxlen=CANDIDATES))
@@ -376,8 +377,8 @@ def copied(x: Tensor, run: Run) -> Tensor:
 
 
 class WholeModel:
-    """Each time the inputs of layers are asked for, the whole model runs over the data; None: no method asks. The same
-    methods as those of `AtBlock`."""
+    """Gives the inputs of layers by running the whole model over the data, each time that they are asked for. It has
+    the methods of `AtBlock`. ``data`` is None where no method asks."""
 
     def __init__(self, data: CalibrationData | None) -> None:
         self._data = data
@@ -485,7 +486,7 @@ class AtBlock:
         """The work on a block is done. The last block of all done, each call that may go other ways than it went when
         it was dense is run to its end, so that none has come to a finished block unseen."""
         stack, blocks = self.again.stack_of[self.block], self.order.blocks
-        if not any(other in stack.blocks for other in blocks[blocks.index(self.block) + 1 :]):
+        if not any(later_block in stack.blocks for later_block in blocks[blocks.index(self.block) + 1 :]):
             self.dense.pop(stack, None)
         if self.block is not blocks[-1]:
             return
@@ -508,7 +509,7 @@ class AtBlock:
     # for permutation and reconstruction, before and after the layers of a block are solved ----------------------------
 
     def only(self, numbers: Container[int]) -> "AtBlock":
-        """The same with the calls of these numbers alone."""
+        """A copy with the calls of these numbers alone."""
         some = copy.copy(self)
         some.calls = [call for call in self.calls if call.numbered.number in numbers]
         return some
@@ -518,7 +519,7 @@ class AtBlock:
         block alone."""
         run = partial(self._run_to, self.calls[index], self.block, self.done)
         with self.again.watching():
-            return watched_outputs(run, modules)
+            return record_outputs(run, modules)
 
     def dense_outputs(self, modules: Sequence[nn.Module]) -> list[list[Tensor]]:
         """For each module its outputs on all calls, to be asked for while the block is dense."""
@@ -530,7 +531,7 @@ class AtBlock:
         with self.again.watching(), forward_context(self.run):
             for call in calls:
                 run = partial(self._run_to, call, self.block, done)
-                for goal, output in zip(goals, watched_outputs(run, modules, lambda x: copied(x, self.run))):
+                for goal, output in zip(goals, record_outputs(run, modules, lambda x: copied(x, self.run))):
                     goal.append(output)
         return goals
 

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoProcessor, AutoTokenizer
 from transformers.utils import has_file
 
 import modelopt_sparse as mts
-from modelopt_sparse.calibration.data import documents_of, opened, tokens_of
+from modelopt_sparse.calibration.data import documents_of, open_dataset, tokens_of
 from modelopt_sparse.checkpoint.dequantize import Quantized, dequantization_of, load_dequantized
 from modelopt_sparse.checkpoint.folder import DESCRIPTION
 from modelopt_sparse.checkpoint.streamed import local_folder
@@ -88,7 +88,7 @@ def data_of(name: str | Path, split: str) -> Any:
     if path.is_file() or not (path.is_dir() or is_data_set(str(name))):
         data: Any = path
     else:
-        data = opened(path if path.is_dir() else str(name), split)
+        data = open_dataset(path if path.is_dir() else str(name), split)
     documents_of(data)
     return data
 

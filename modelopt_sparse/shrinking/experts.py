@@ -15,7 +15,7 @@ from modelopt_sparse.accuracy.tuning import BatchNumbers
 from modelopt_sparse.calibration.calls import Inputs
 from modelopt_sparse.calibration.dense import BlockTask
 from modelopt_sparse.calibration.forward import CalibrationData, NumberedCall
-from modelopt_sparse.calibration.stats import without_data
+from modelopt_sparse.calibration.stats import no_data_message
 from modelopt_sparse.model.layers import Layer, real_rows
 from modelopt_sparse.run import Run
 from modelopt_sparse.shrinking.cutting import Choice, changed_in_calls, cut_block
@@ -164,7 +164,7 @@ class _SeenExperts:
         sums, run = self.sums[name], self.run
         run.processes.all_reduce("experts", [*vars(sums).values()])
         if not sums.tokens.any():
-            raise ValueError(without_data(name))
+            raise ValueError(no_data_message(name))
         if not torch.isfinite(sums.products).all():
             raise ValueError(f"layer {name!r}: its experts put out NaN or inf; run the model in bfloat16 or float32")
         return sums

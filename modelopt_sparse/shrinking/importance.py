@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from modelopt_sparse.accuracy.distill import Teacher
 from modelopt_sparse.accuracy.tuning import BatchNumbers
 from modelopt_sparse.calibration.calls import AtBlock, Inputs
-from modelopt_sparse.calibration.data import samples
+from modelopt_sparse.calibration.data import batch_rows
 from modelopt_sparse.calibration.dense import BlockTask, blocks_in_call_order
 from modelopt_sparse.calibration.forward import CalibrationData, NumberedCall, forward_context
-from modelopt_sparse.calibration.stats import Collector, groups_of, warn_of_few_tokens, without_data
+from modelopt_sparse.calibration.stats import Collector, groups_of, no_data_message, warn_of_few_tokens
 from modelopt_sparse.methods.base import Stats
 from modelopt_sparse.model.devices import flat_tensors
 from modelopt_sparse.model.layers import Layer
@@ -71,7 +71,7 @@ def blocks(judge: Judge, depth: BlockCount, gone: int, run: Run, shrunk: Shrunk)
     stay = list(range(len(depth.blocks)))
     assert judge.teacher is not None
     calls, end = judge.teacher.data.calls or [], judge.batches.tuned_on
-    rows = max(samples(calls[0].args, calls[0].kwargs), 1) if calls else SAMPLES
+    rows = max(batch_rows(calls[0].args, calls[0].kwargs), 1) if calls else SAMPLES
     numbers = range(max(0, end - math.ceil(SAMPLES / rows)), end)  # the last that do not judge
     for _ in range(gone):
         divergences: dict[int, float] = {}
@@ -242,7 +242,7 @@ def _sums(
     for name in names:
         fitted, judging = stats.get(name), stats.get(name + JUDGING)
         if fitted is None or judging is None or fitted.gram is None or judging.gram is None:
-            raise ValueError(without_data(name))
+            raise ValueError(no_data_message(name))
         if not torch.isfinite(fitted.gram).all() or not torch.isfinite(judging.gram).all():
             raise ValueError(f"layer {name!r}: its input holds NaN or inf; run the model in bfloat16 or float32")
         warn_of_few_tokens(name, fitted, run.report)

@@ -15,7 +15,7 @@ from modelopt_sparse.accuracy import fisher as recompute
 from modelopt_sparse.accuracy import tuning
 from modelopt_sparse.accuracy.distill import Teacher
 from modelopt_sparse.accuracy.tuning import TunedWeights, learning_rates, schedule
-from modelopt_sparse.calibration.data import Call, units
+from modelopt_sparse.calibration.data import Call, split_steps
 from modelopt_sparse.distributed import Processes
 from modelopt_sparse.reports.report import Report
 from modelopt_sparse.run import calibrating
@@ -473,7 +473,7 @@ def test_a_step_takes_the_sum_of_the_gradients_of_its_units(monkeypatch):
 def test_units_are_rows_of_a_batch_and_know_their_step():
     first, second = (Call((torch.arange(rows * 3).view(rows, 3),), {}) for rows in (10, 2))
     mixed = Call((torch.zeros(4, 3), torch.zeros(4, 2, 3)), {})
-    found = units([first, second, mixed], 3, first=5)
+    found = split_steps([first, second, mixed], 3, first=5)
     assert [(len(each.args[0]), each.step) for each in found] == [(4, 5)] * 2 + [(2, 5)] + [(1, 6)] * 2 + [(4, 7)]
     assert [each.row for each in found] == [0, 4, 8, 0, 1, 0]
     assert torch.equal(torch.cat([each.args[0] for each in found[:3]]), first.args[0])
