@@ -234,8 +234,8 @@ def _judge(data: CalibrationData) -> Callable[[], float] | None:
             raise ValueError("the model is streamed" if data.calls else "a forward_loop calls it in its own way")
         _refuse_to_distill(run.model, run.config)
         batches = BatchNumbers.of_calls(data, one_of=HELD_BACK_FOR_OUTPUTS)
-        teacher = Teacher.of(data, [batches.own[n] for n in batches.held_back if n in batches.own] or [0])
-        judge = partial(batches.judged, teacher.divergence)
+        teacher = Teacher.of(data, [batches.local[n] for n in batches.held_back if n in batches.local] or [0])
+        judge = partial(batches.validation_error, teacher.divergence)
     except ValueError as error:
         why = str(error).removeprefix("distill: ").removesuffix(": leave distill out")
     why = next(filter(None, run.processes.all_gather("whether the model can be asked", why)), None)

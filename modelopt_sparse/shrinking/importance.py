@@ -50,7 +50,7 @@ class Judge:
         """The mean divergence on batches of these numbers; None: those that are held back."""
         assert self.teacher is not None  # streaming refuses what asks for it
         batches = self.batches if numbers is None else replace(self.batches, held_back=numbers)
-        return batches.judged(self.teacher.divergence)
+        return batches.validation_error(self.teacher.divergence)
 
     def measure(self, step: str, shrunk: Shrunk) -> None:
         """Note the divergence after a step, where there is one."""
@@ -142,7 +142,7 @@ def _influence(inputs: AtBlock, batches: BatchNumbers) -> float:
             cosines = cosines[mask.to(cosines.device, torch.bool)]
         sums[call.numbered.number] = float((1 - cosines).sum()), cosines.numel()
     everything = replace(batches, held_back=range(batches.held_back.stop))
-    return everything.judged(lambda number: sums.get(number, (0.0, 0)))
+    return everything.validation_error(lambda number: sums.get(number, (0.0, 0)))
 
 
 # channels -------------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from modelopt_sparse.run import Run
 
 def judging_calls(batches: BatchNumbers) -> set[int]:
     """The numbers of this process's calls that judge."""
-    return {batches.own[number] for number in batches.held_back if number in batches.own}
+    return {batches.local[number] for number in batches.held_back if number in batches.local}
 
 
 # which channels stay --------------------------------------------------------------------------------------------------
@@ -162,7 +162,7 @@ def refit_experts(
         here = [call for call in calls if call.place == place]
         return sum(float(call.residual.double().square().sum()) for call in here), sum(call.energy for call in here)
 
-    errors = [batches.judged(measure)]
+    errors = [batches.validation_error(measure)]
     for expert in [*range(len(matrices_ERC))] * SWEEPS:
         mine = [call for call in calls if expert in call.routes]
         seen = [adapter.hidden(module, expert, call.routes[expert].rows).float() * call.gates[expert] for call in mine]
@@ -177,7 +177,7 @@ def refit_experts(
             matrices_ERC[expert] += change
             for call, rows in zip(mine, seen):
                 call.subtract_output(expert, rows @ change.mT)
-    return adapter.unmatrix(module, matrices_ERC).to(old.dtype), [*errors, batches.judged(measure)]
+    return adapter.unmatrix(module, matrices_ERC).to(old.dtype), [*errors, batches.validation_error(measure)]
 
 
 def _change(fitted: Tensor | None, judging: Tensor | None, columns: int) -> Tensor | None:
