@@ -65,9 +65,9 @@ def write_whole(path: Path, text: str) -> None:
 
 def _finite(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {key: _finite(each) for key, each in value.items()}
+        return {key: _finite(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(each) for each in value]
+        return [_finite(entry) for entry in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -90,8 +90,8 @@ def refuse_unknown(names: Iterable[str], known: Sequence[str], where: str = "") 
 
 def first_few(items: Sequence[str], shown: int = 5) -> str:
     """The first ``shown`` of the items, and how many more there are."""
-    more = [f"and {len(items) - shown} more"] if len(items) > shown else []
-    return "; ".join([*items[:shown], *more])
+    rest = [f"and {len(items) - shown} more"] if len(items) > shown else []
+    return "; ".join([*items[:shown], *rest])
 
 
 def table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]], width: int | None = None) -> str:
@@ -225,10 +225,10 @@ def by_reason(word: str, reasons: Mapping[str, str], among: Iterable[str] = (), 
     """A line for each reason: ``word``, the names that have it, and the reason. ``reasons``: name -> reason."""
     names = grouped(reasons, reasons.__getitem__)
     if all_rows:
-        return "\n".join(f"{word}: {', '.join(each)} ({why})" for why, each in names.items())
+        return "\n".join(f"{word}: {', '.join(group)} ({why})" for why, group in names.items())
     every = (*among, *reasons)
-    folded = {why: [name.replace(" ", NO_BREAK) for name in folded_names(each, every)] for why, each in names.items()}
-    return "\n".join(paragraph(f"{word}: {', '.join(each)} ({why})") for why, each in folded.items())
+    folded = {why: [name.replace(" ", NO_BREAK) for name in folded_names(group, every)] for why, group in names.items()}
+    return "\n".join(paragraph(f"{word}: {', '.join(group)} ({why})") for why, group in folded.items())
 
 
 def paragraph(text: str, *, all_rows: bool = False) -> str:
@@ -265,7 +265,7 @@ def _boxes(places: set[Places]) -> list[tuple[frozenset[int], ...]]:
     for first, *rest in sorted(places):
         rests.setdefault(first, set()).add(tuple(rest))
     firsts = grouped(rests, lambda first: frozenset(rests[first]))
-    return [(frozenset(each), *box) for rest, each in firsts.items() for box in _boxes(set(rest))]
+    return [(frozenset(numbers), *box) for rest, numbers in firsts.items() for box in _boxes(set(rest))]
 
 
 def _label(stem: Stem, box: tuple[frozenset[int], ...], known: tuple[frozenset[int], ...]) -> str:
@@ -290,7 +290,7 @@ def _ranges(numbers: Iterable[int]) -> str:
 
 
 def _keys(names: Sequence[str], column: Column) -> list[Hashable]:
-    """What cells must have in common to be folded, for each row."""
+    """A key for each row: rows with equal keys may be folded."""
     if column.numbers == "exact":
         return list(column.cells)
     words = [tuple(NUMBER.split(cell)) for cell in column.cells]
