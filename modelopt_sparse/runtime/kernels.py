@@ -449,8 +449,8 @@ class SemiStructuredLinear(PackedLayer):
         """Moves and casts. Raises ValueError for a new dtype or device, which packed bytes cannot be converted to."""
         probe = fn(torch.empty(0, dtype=self.dtype, device=self.packed.device))
         if probe.dtype != self.dtype or probe.device != self.packed.device:
-            what = f"a layer packed 2:4 in {self.dtype} on {self.packed.device}"
-            raise ValueError(f"{what} cannot become {probe.dtype} on {probe.device}: call to_dense(model) first")
+            layer = f"a layer packed 2:4 in {self.dtype} on {self.packed.device}"
+            raise ValueError(f"{layer} cannot become {probe.dtype} on {probe.device}: call to_dense(model) first")
         packed_buffers = {name: self._buffers.pop(name) for name in PACKED}
         try:
             return super()._apply(fn, recurse)
