@@ -53,8 +53,8 @@ from modelopt_sparse.model.devices import (
     has_hook,
     input_device,
     map_tensors,
-    offload_again,
     onloaded,
+    reoffload,
 )
 from modelopt_sparse.model.find import Stack
 from modelopt_sparse.plan.plan import LayerPlan
@@ -237,7 +237,7 @@ class Calls:
             if not ended or now.only_shapes:
                 state.put_back()
                 if has_hook(self.run.model):
-                    offload_again(self.run.model)
+                    reoffload(self.run.model)
         if now.needed:  # and the model has caught it
             raise Needed
         if ended and not now.only_shapes:

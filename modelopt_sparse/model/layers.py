@@ -275,7 +275,7 @@ class Layer:
 
     @property
     def own_forwards(self) -> list[nn.Module]:
-        """Those of the modules that multiply with the weight whose forward is not the one of a library."""
+        """The modules that multiply with the weight and whose forward is not that of a library."""
         modules = (self.owner, *self.tied_modules) if self.adapter in (LINEAR, HF_CONV1D, CONV) else ()
         return [module for module in modules if has_own_forward(module, dense_class(module))]
 

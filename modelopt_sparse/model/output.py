@@ -33,7 +33,7 @@ def check_output(output: Any, divergence: Any) -> None:
 
 
 def name_of(function: Any) -> Any:
-    """What reports call a function; anything else as it is."""
+    """The name of a function, for reports; anything else as it is."""
     return getattr(function, "__name__", type(function).__name__) if callable(function) else function
 
 
@@ -77,8 +77,8 @@ class Output:
         values: Any = counting[0] if len(counting) == 1 else None
         if not _is_usable(values):
             holds = ", ".join(f"{name!r} {list(x.shape)}" for name, x in numbers.items()) or "no tensor of numbers"
-            what = f"a {type(output).__name__} with no {'logits' if which is None else shown(name_of(which))}"
-            raise OutputError(f"the output is {what} but {holds}: give output=, a name, an index, or a function of it")
+            form = f"a {type(output).__name__} with no {'logits' if which is None else shown(name_of(which))}"
+            raise OutputError(f"the output is {form} but {holds}: give output=, a name, an index, or a function of it")
         is_logits, classes = values is logits, values.dim() > 1 and values.shape[-1] > 1
         by = by or ("kl" if is_logits and classes and values.dim() < 4 else "squared")
         if by == "kl" and not classes:
@@ -92,8 +92,8 @@ class Output:
         return cls(values, by, is_logits, token_mask)
 
     def _real(self, x: Tensor) -> Tensor:
-        """Of x, whose first axes are those of the values, what is no padding. There is a value for each token where
-        there are more than two axes, or as many rows as tokens: ``[batch, hidden]`` are samples, whatever the sizes."""
+        """Drop padding from x, whose first axes are those of the values. There is a value for each token where there
+        are more than two axes, or as many rows as tokens: ``[batch, hidden]`` are samples, whatever the sizes."""
         mask, axes = self.token_mask, self.values.dim() - (self.by != "kl")
         rows = x.flatten(0, 1) if mask is not None and axes > 2 and mask.shape == x.shape[:2] else x
         return rows[mask.flatten().to(x.device, torch.bool)] if mask is not None and len(rows) == mask.numel() else x
@@ -112,12 +112,13 @@ class Output:
         return kl_divergence(p.flatten(0, -2), q.flatten(0, -2))
 
     def sums(self, sparse: "Output") -> list[float]:
-        """Sums of how far ``sparse`` is, which batches add up: see `relative`."""
+        """Sums of how far ``sparse`` is, to be added up over batches: see `relative`."""
         rows = self.apart(sparse)
         return [float(rows.sum(dtype=torch.float64)), *self.moments(len(rows))]
 
     def moments(self, rows: int) -> list[float]:
-        """What divergences are relative to: so many rows, or of "squared" [squares, sum, number] of the values."""
+        """Sums that divergences are relative to, for `size_of`: [rows], or of "squared" [squares, sum, number] of the
+        values."""
         if self.by != "squared":
             return [float(rows)]
         wide = self._real(self.values.detach()).double()
@@ -129,23 +130,23 @@ class Output:
         and sqrt(2) (Gauss-Newton). ``first``: the row of the batch that these values begin with."""
         rows, generator = self.values.flatten(0, -2), torch.Generator().manual_seed(seed)
         before = first * len(rows) // max(len(self.values), 1)
-        places = torch.rand(before + len(rows), generator=generator, dtype=torch.float64)[before:].to(rows.device)
+        uniforms = torch.rand(before + len(rows), generator=generator, dtype=torch.float64)[before:].to(rows.device)
         if self.values.shape[-1] == 1:
-            each = rows[:, 0].float() * torch.where(places < 0.5, -(2**0.5), 2**0.5).float()
+            losses = rows[:, 0].float() * torch.where(uniforms < 0.5, -(2**0.5), 2**0.5).float()
         else:
-            each = nn.functional.cross_entropy(rows.float(), drawn(rows.detach(), places), reduction="none")
-        return self._real(each.view(self.values.shape[:-1])).flatten()
+            losses = nn.functional.cross_entropy(rows.float(), drawn(rows.detach(), uniforms), reduction="none")
+        return self._real(losses.view(self.values.shape[:-1])).flatten()
 
 
 def relative(sums: Sequence[float]) -> float:
-    """The divergence of what `Output.sums` have been added up to."""
+    """The divergence that added-up `Output.sums` give."""
     return sums[0] / max(size_of(sums[1:]), torch.finfo(torch.float32).tiny)
 
 
 def size_of(moments: Sequence[float]) -> float:
-    """What divergences are relative to: how many rows, or the sum of squared deviations from the mean."""
-    size, *more = moments
-    return max(size - more[0] ** 2 / max(more[1], 1), 0.0) if more else size
+    """The number that divergences are relative to: rows, or the sum of squared deviations from the mean."""
+    size, *rest = moments
+    return max(size - rest[0] ** 2 / max(rest[1], 1), 0.0) if rest else size
 
 
 def drawn(logits: Tensor, uniforms: Tensor) -> Tensor:

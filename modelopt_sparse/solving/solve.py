@@ -26,7 +26,7 @@ from modelopt_sparse.calibration.dense import BlockTask
 from modelopt_sparse.calibration.stats import DeferredStats, InputFacts, SharedInput, collect, part_of
 from modelopt_sparse.methods.alps import DAMPING, Scaled, polish
 from modelopt_sparse.methods.base import Solution, Stats, masked_solution, output_energy
-from modelopt_sparse.methods.patterns import NM, cut
+from modelopt_sparse.methods.patterns import NM, sub_pattern
 from modelopt_sparse.methods.scores import GivenMask
 from modelopt_sparse.model.devices import free_what_can_be_freed, is_out_of_memory
 from modelopt_sparse.model.masking import named_masks, set_mask
@@ -103,7 +103,7 @@ class LayerTask:
         if pattern.within is not None:
             pattern = replace(pattern, within=pattern.within[where].to(weight.device))
         if isinstance(method, GivenMask):
-            method = method.cut(where)
+            method = method.part(where)
         return cls(replace(layer_plan, pattern=pattern, method=method), weight, prepared, prepared.of(layer_plan))
 
 
@@ -123,9 +123,9 @@ def solve_piece(task: LayerTask, rows: slice, began: float, run: Run) -> SolvedP
     Polish leaves no row worse by its own objective; dense values may.
     """
     layer_plan, weight, stats, config = task.layer_plan, task.weight[..., rows, :], task.prepared.stats, run.config
-    method, pattern = layer_plan.method, cut(layer_plan.pattern, rows)
+    method, pattern = layer_plan.method, sub_pattern(layer_plan.pattern, rows)
     if isinstance(method, GivenMask):
-        method = method.cut((..., rows, slice(None)))
+        method = method.part((..., rows, slice(None)))
     solution = method.solve(weight, task.state, pattern, layer_plan.options)
     _check_solution(replace(layer_plan, pattern=pattern), weight, solution)
     steps = [StepReport.of(method.name, solution.error, time.perf_counter() - began)]

@@ -35,7 +35,7 @@ from modelopt_sparse.model.masking import (
     dense_class,
     dense_gradient,
     refuse_what_cannot_be_sparse,
-    renew_all_zeros,
+    rezero_all,
     update_mask,
     zero_state,
 )
@@ -136,7 +136,7 @@ class Weight:
     def zero(self) -> None:
         """Write +0.0 to pruned places of the weight and of its optimizers' state."""
         for module in self.holders.values():
-            renew_all_zeros(module, recurse=False, tell=False)
+            rezero_all(module, recurse=False, tell=False)
         self._zero_states()
 
     def _zero_states(self) -> None:

@@ -30,7 +30,7 @@ from modelopt_sparse.checkpoint.save import add_masks, restore
 from modelopt_sparse.distributed import first_difference, is_fully_sharded
 from modelopt_sparse.model.devices import unwrapped
 from modelopt_sparse.model.find import model_inside, usable
-from modelopt_sparse.model.masking import SUFFIX, let_gradients_through, named_masks, remove_masks, set_mask
+from modelopt_sparse.model.masking import SUFFIX, named_masks, pass_pruned_gradients, remove_masks, set_mask
 from modelopt_sparse.reports.report import Report, attach_report, attached_report, merged_report
 from modelopt_sparse.reports.values import LayerReport
 from modelopt_sparse.training.planner import Filter, TrainingPlan, Weight, levels_at, plan_training
@@ -263,7 +263,7 @@ class Sparsity(ABC):
                 algorithm.needs_gradient and (not self.autoupdate or algorithm.when.fires(self.step + 1))
                 for algorithm in self.algorithms()
             )
-            let_gradients_through(self._model, wanted, self._names())
+            pass_pruned_gradients(self._model, wanted, self._names())
 
     def algorithms(self) -> list[Any]:
         return [algorithm for _, algorithm in self.members() if algorithm is not None]
