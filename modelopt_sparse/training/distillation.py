@@ -118,9 +118,9 @@ def _distilled(
 
 
 def _refuse_parts_of_the_model(student: nn.Module, teacher: nn.Module) -> None:
-    own = {*student.modules(), *(weight for weight in student.parameters() if weight.requires_grad)}
+    parts = {*student.modules(), *(weight for weight in student.parameters() if weight.requires_grad)}
     for name, part in (*teacher.named_modules(), *teacher.named_parameters()):
-        if part in own:
+        if part in parts:
             raise ValueError(
                 f"{name or type(part).__name__!r} of the teacher is the model's own: give a deepcopy of the model"
             )
@@ -159,7 +159,7 @@ def _positional(module: nn.Module) -> list[str]:
 def _loss(
     weights: _Weights, student: nn.Module, named: Mapping[str, Any], output: Any, logits: Tensor, answer: Any
 ) -> Tensor:
-    """What replaces the student's own loss. ``named``: the arguments that it was called with."""
+    """The loss that takes the place of the student's own. ``named``: the arguments that it was called with."""
     work = torch.promote_types(logits.dtype, torch.float32)
     loss = torch.zeros((), dtype=work, device=logits.device)
     counts = _counts(student, named, logits.shape[:-1]).to(logits.device)
@@ -177,13 +177,13 @@ def _loss(
         total = rows.where(counts.flatten(), 0).sum()
         loss = loss + weights.kl * weights.temperature**2 * (total / count).to(work)
     if weights.task:
-        if (own := output.get("loss")) is None:
+        if (task_loss := output.get("loss")) is None:
             raise ValueError(f"distill(task={weights.task}): the model gives no loss of its own: give labels")
-        loss = loss + weights.task * own
+        loss = loss + weights.task * task_loss
     if weights.square_head:
-        share = 1.0 if items is None else counts.sum() / items
+        fraction = 1.0 if items is None else counts.sum() / items
         square_head = _square_head(_hidden_states(output, "model"), _hidden_states(answer, "teacher"), student, named)
-        loss = loss + weights.square_head * share * square_head.to(loss.device, work)
+        loss = loss + weights.square_head * fraction * square_head.to(loss.device, work)
     return loss
 
 
@@ -220,8 +220,8 @@ def _token_mask(student: nn.Module, named: Mapping[str, Any], shape: torch.Size)
     if mask is None:
         return torch.ones(shape, dtype=torch.bool)
     if not isinstance(mask, Tensor) or mask.shape != shape:
-        what = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
-        raise ValueError(f"distill: {name} {what} does not say which of {list(shape)} tokens are padding")
+        form = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        raise ValueError(f"distill: {name} {form} does not say which of {list(shape)} tokens are padding")
     return mask != 0
 
 
@@ -240,7 +240,7 @@ def _square_head(
 ) -> Tensor:
     """The mean over layers of MSE(h, t) / MSE(t, 0), of hidden states ``[B, S, H]`` and tokens that are no padding."""
     if [x.shape for x in states] != [x.shape for x in taught]:
-        sizes = [f"{len(each)} hidden states {list(each[0].shape)}" for each in (states, taught)]
+        sizes = [f"{len(side)} hidden states {list(side[0].shape)}" for side in (states, taught)]
         raise ValueError(f"distill: the model has {sizes[0]}, the teacher {sizes[1]}: leave square_head out")
     real = _token_mask(student, named, states[0].shape[:-1])
     errors = []

@@ -135,29 +135,29 @@ class Sparsity(ABC):
         if any(weight.moves for weight in chosen):
             self._hooks[model] = model.register_forward_pre_hook(Reminder(type(self).__name__))
         before = attached_report(model)
-        own = Report.begin(plan.skipped, plan.notes, {SETTING: {"step": step, **self._describe_members()}})
-        own.layers = [_entry(weight) for weight in chosen]
-        for entry in own.layers:
+        report = Report.begin(plan.skipped, plan.notes, {SETTING: {"step": step, **self._describe_members()}})
+        report.layers = [_entry(weight) for weight in chosen]
+        for entry in report.layers:
             LOG.debug("sparse: %s, %s, %d of %d zeros", entry.parameter, entry.recipe, entry.zeros, entry.size)
-        for each in plan.skipped:
-            LOG.debug("dense: %s (%s)", each.name, each.reason)
-        attach_report(model, own if before is None else merged_report(before, own))
+        for dense in plan.skipped:
+            LOG.debug("dense: %s (%s)", dense.name, dense.reason)
+        attach_report(model, report if before is None else merged_report(before, report))
         self._set_step(step)
 
     def _describe_members(self) -> dict[str, Any]:
         """The algorithms in plain values, by which saved states are compared."""
-        described = [[str(include), None if each is None else each.describe()] for include, each in self.members()]
+        described = [[str(include), None if x is None else x.describe()] for include, x in self.members()]
         return {"algorithms": described}
 
     def _record(self, model: nn.Module, chosen: Sequence[Weight] = ()) -> dict[str, Any] | None:
-        """What stands of this algorithm in the model's report, among those that have trained other parameters. None if
-        it has not trained the model, or if one of ``chosen`` has lost its mask."""
-        report, own = attached_report(model), self._describe_members()
+        """What the model's report holds of this algorithm, among those that have trained other parameters. None if it
+        has not trained the model, or if one of ``chosen`` has lost its mask."""
+        report, members = attached_report(model), self._describe_members()
         if report is None or not all(weight.is_sparse for weight in chosen):
             return None
         runs = [report.settings, *(run["settings"] for run in report.earlier)]
         records = (run[SETTING] for run in runs if SETTING in run)
-        return next((each for each in records if each.get("algorithms") == own["algorithms"]), None)
+        return next((record for record in records if record.get("algorithms") == members["algorithms"]), None)
 
     # optimizers -------------------------------------------------------------------------------------------------------
 
@@ -197,13 +197,13 @@ class Sparsity(ABC):
         if self._model is not None:
             remove_masks(self._model, self._names())
         self._hooks, self._model = {}, None
-        for each in (self, *self.algorithms()):
-            each.sparse_params = {}
+        for algorithm in (self, *self.algorithms()):
+            algorithm.sparse_params = {}
 
     def _forget_plain(self) -> None:
         """Drop parameters that carry no mask any more, as after `mts.export`; with the last of them go all hooks."""
-        for each in (self, *self.algorithms()):
-            each.sparse_params = {name: weight for name, weight in each.sparse_params.items() if weight.is_sparse}
+        for member in (self, *self.algorithms()):
+            member.sparse_params = {name: weight for name, weight in member.sparse_params.items() if weight.is_sparse}
         if not self.sparse_params:
             self.remove()
 
@@ -239,25 +239,25 @@ class Sparsity(ABC):
         if finished > self.step:
             self._set_step(finished)
             self._find_still()
-            due = [each for each in self.algorithms() if self.autoupdate and each.when.fires(self.step)]
+            due = [algorithm for algorithm in self.algorithms() if self.autoupdate and algorithm.when.fires(self.step)]
             for algorithm in due:
                 algorithm.update()
             if due and (difference := first_difference(self._digests())):
                 name, rank = difference
-                what = f"the mask of {name!r} is not the same in rank {rank} as here, at step {self.step}"
-                raise RuntimeError(f"{what}: use DDP or FSDP")
+                problem = f"the mask of {name!r} is not the same in rank {rank} as here, at step {self.step}"
+                raise RuntimeError(f"{problem}: use DDP or FSDP")
             self._tell_levels()
 
     def _set_step(self, step: int) -> None:
-        for each in (self, *self.algorithms()):
-            each.step = step
+        for algorithm in (self, *self.algorithms()):
+            algorithm.step = step
         self._let_gradients_through()
         if self._model is not None and (record := self._record(self._model)):
             record["step"] = step
 
     def _let_gradients_through(self) -> None:
-        """In the backward passes before an update that asks for it, gradients reach pruned places. All parameters here
-        have one flag, so that a compiled model has two graphs and not more."""
+        """Let gradients reach pruned places in the backward passes before an update that asks for it. All parameters
+        here have one flag, so that a compiled model has two graphs and not more."""
         if self._model is not None:
             wanted = any(
                 algorithm.needs_gradient and (not self.autoupdate or algorithm.when.fires(self.step + 1))
@@ -279,7 +279,8 @@ class Sparsity(ABC):
         return self._register_level_hook(lambda algorithm, name, wanted, _: hook(algorithm, name, wanted))
 
     def register_computed_sparsity_hook(self, hook: Callable[[Any, str, float], object]) -> RemovableHandle:
-        """The same with the level that each parameter has: the share of zeros in its mask."""
+        """Call ``hook(algorithm, name, level)`` with the fraction of zeros that each parameter's mask has, after every
+        step."""
         return self._register_level_hook(lambda algorithm, name, _, actual: hook(algorithm, name, actual))
 
     def add_summaries(self, writer: Any) -> RemovableHandle:
@@ -306,12 +307,12 @@ class Sparsity(ABC):
         return handle
 
     def _tell_levels(self) -> None:
-        for each in dict.fromkeys((self, *self.algorithms())):
-            if each._level_hooks:
-                targets = levels_at(self.step, each.sparse_params.values())
-                for name, weight in each.sparse_params.items():
+        for algorithm in dict.fromkeys((self, *self.algorithms())):
+            if algorithm._level_hooks:
+                targets = levels_at(self.step, algorithm.sparse_params.values())
+                for name, weight in algorithm.sparse_params.items():
                     actual = 1 - int(weight.mask.sum()) / weight.mask.numel()
-                    for hook in tuple(each._level_hooks.values()):
+                    for hook in tuple(algorithm._level_hooks.values()):
                         hook(weight.algorithm, name, targets[name], actual)
 
     # what is saved, and shown -----------------------------------------------------------------------------------------
@@ -416,7 +417,7 @@ def first_masks(chosen: Sequence[Weight]) -> dict[str, Tensor]:
 
 
 def _entry(weight: Weight) -> LayerReport:
-    """The row of a parameter in the report. ``zeros`` are those of the mask; a note tells of others in the weight."""
+    """The report's row of a parameter. ``zeros`` are those of the mask; a note tells of others in the weight."""
     zeros = int(((weight.data == 0) & weight.mask).sum())
     return LayerReport(
         name=weight.layer.name,

@@ -36,7 +36,7 @@ def call(model: nn.Module, example: Any) -> Any:
     argument. Of a model on the meta device it is moved there."""
     on_meta = any(parameter.is_meta for parameter in model.parameters())
     if on_meta:
-        example = map_tensors(lambda each: each.to("meta"), example)
+        example = map_tensors(lambda x: x.to("meta"), example)
     try:
         if isinstance(example, Mapping):
             return model(**example)
@@ -178,10 +178,11 @@ def rebuilt(module: nn.Module, **changes: Any) -> Any:
 
 
 def widened_layers(model: nn.Module, factor: float, multiple: int, example: Any) -> tuple[nn.Module, dict[str, str]]:
-    """(a wider copy of a model, why its layers are to stay dense or "", by name).
+    """Copy a model with wider layers -> (the copy, layer name -> why it is to stay dense, or "").
 
-    Widths grow by ``factor``, rounded up to the next fraction that keeps all of them whole, multiples of ``multiple``
-    and divisible by their groups. All layers of the copy are new; their weights are random. The copy is run once.
+    All inner widths grow by one factor, the smallest of at least ``factor`` that keeps them whole, multiples of
+    ``multiple`` and divisible by their groups. All layers of the copy are new; their weights are random. The copy is
+    run once.
 
     Raises ValueError for parameters in modules whose sizes are not known, for layers that the example does not reach,
     and for a model that does not run or gives another shape when it is wider.
@@ -219,8 +220,8 @@ def _refuse_unknown(model: nn.Module) -> None:
         parameters = dict(module.named_parameters(recurse=False))
         known = type(module) in SIZES or (isinstance(module, nn.PReLU) and module.num_parameters == 1)
         if parameters and not known:
-            what = f"{path or type(model).__name__!r} ({type(module).__name__} with {next(iter(parameters))!r})"
-            raise ValueError(f"Sparse Wide does not know which sizes of {what} are widths: choose another member")
+            owner = f"{path or type(model).__name__!r} ({type(module).__name__} with {next(iter(parameters))!r})"
+            raise ValueError(f"Sparse Wide does not know which sizes of {owner} are widths: choose another member")
         if isinstance(module, (nn.LayerNorm, nn.RMSNorm)) and len(module.normalized_shape) != 1:
             raise ValueError(f"Sparse Wide: {path!r} is normalized over {list(module.normalized_shape)}")
         if any(parameter.is_meta for parameter in parameters.values()):
