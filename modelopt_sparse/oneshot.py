@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from modelopt_sparse.accuracy.distill import Teacher, distill
+from modelopt_sparse.accuracy.distill import Teacher, distill_from
 from modelopt_sparse.accuracy.fisher import with_metrics
 from modelopt_sparse.accuracy.tuning import BatchNumbers
 from modelopt_sparse.budget.choose import BudgetCurve, budgeted, curve_of
@@ -124,7 +124,7 @@ def prune(
         del blocks, data  # what they hold is not needed any more
         if teacher is not None:
             with run.part("distillation"):
-                distill(teacher, run)
+                distill_from(teacher, run)
     return report
 
 

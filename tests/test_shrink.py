@@ -215,7 +215,7 @@ def test_refused_with_the_model_untouched(case):
 
 
 MODELS = {
-    "places": (lambda: odd(ScaledByPlace), {"blocks": [1]}, "know their places"),
+    "places": (lambda: odd(ScaledByPlace), {"blocks": [1]}, "depend on their index"),
     "norm": (lambda: odd(NormedLlama), {"mlp": 0.25}, "not of channels between two linear layers"),
     "softmax": (lambda: odd(SoftmaxLlama), {"mlp": 0.25}, "MLPs cannot be cut"),
     "sparse": (lambda: mts.sparsify(shrinkable("Llama"), "magnitude", pattern="2:4"), {"mlp": 0.25}, "is sparse"),

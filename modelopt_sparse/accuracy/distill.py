@@ -34,7 +34,7 @@ from modelopt_sparse.reports.values import Distilled
 from modelopt_sparse.run import Run
 
 # the divergence before it, in nats, or in parts of the variance, from which on the whole learning rate is taken
-FULL_RATE, FULL_OF_SQUARED = 1.0, 0.1
+FULL_RATE_KL, FULL_RATE_SQUARED = 1.0, 0.1
 OF_THE_LOSS = ("labels", "shift_labels", "num_items_in_batch")  # arguments that only the model's own loss needs
 
 
@@ -115,7 +115,7 @@ class Teacher:
             raise ValueError(f"distill: {why}: leave distill out") from error
 
 
-def distill(teacher: Teacher, run: Run) -> None:
+def distill_from(teacher: Teacher, run: Run) -> None:
     """Tune the kept weights, norms and biases of the whole model by Adam on the mean divergence from the dense model's
     output, and report it. Never worse on the steps held back, a quarter of them, see `tune`."""
     options, model = run.config.distill, run.model
@@ -146,7 +146,7 @@ def distill(teacher: Teacher, run: Run) -> None:
         moments = torch.bfloat16 if options.moments == "bfloat16" else None
         weights = TunedWeights(chosen, outputs, options.learning_rate, None, moments)
         before = batches.validation_error(teacher.divergence)
-        weights.scale_rate(before, FULL_OF_SQUARED if by == "squared" else FULL_RATE)
+        weights.scale_rate(before, FULL_RATE_SQUARED if by == "squared" else FULL_RATE_KL)
         try:
             best, epoch, notes = tune(weights, batches, options.epochs, run.config.seed, loss, judge, before, bar)
         except BaseException:

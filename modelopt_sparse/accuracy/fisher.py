@@ -92,8 +92,8 @@ class _Onloaded:
 # sums over the gradients of one backward pass -------------------------------------------------------------------------
 
 
-SAMPLES = 32  # rows of calibration data in all processes, at least one call of each
-WEIGHED = 16  # of them are enough for the losses of layers
+METRIC_ROWS = 32  # rows of calibration data in all processes, at least one call of each
+LOSS_ROWS = 16  # of them are enough for the losses of layers
 PLAIN = 0.1  # share of the plain squared error in the metric: no direction counts for nothing
 
 
@@ -137,7 +137,7 @@ def gradients_of(data: CalibrationData, blocks: Sequence[nn.Module], layers: Seq
     its predictions; of all processes together. None where no gradient of the output reaches blocks and layers. Raises
     OutputError where it is not known what counts of the output."""
     run, indices = data.run, {block: index for index, block in enumerate(blocks)}
-    numbers = users_first(data, SAMPLES if blocks else WEIGHED)
+    numbers = users_first(data, METRIC_ROWS if blocks else LOSS_ROWS)
     weights = {layer.parameter: layer for layer in layers}
     under_way: list[NumberedCall] = []
     sums = _Sums()

@@ -32,7 +32,7 @@ from modelopt_sparse.run import Run
 # consumer's output, and in the block's, where the residual stream's rounding weighs more
 SAME = (0.02, 0.25)
 
-ROWS = 32  # of calibration data tell the size of channels well enough
+PERMUTATION_ROWS = 32  # of calibration data tell the size of channels well enough
 
 Move = tuple[Layer, int, Tensor]  # the dimension of a layer's matrix that is reordered (0: rows), and the new order
 
@@ -65,7 +65,7 @@ def permute(block: BlockTask, inputs: Inputs, run: Run, undo: ExitStack) -> dict
     consumers = list({candidate.consumer.name: candidate.consumer for candidate in candidates}.values())
     collector = Collector(needs={consumer.name: "square_sums" for consumer in consumers}, share=False)
     # of data in a forward_loop nobody knows which is the user's
-    some = inputs if inputs.data.calls is None else inputs.only(users_first(inputs.data, ROWS))
+    some = inputs if inputs.data.calls is None else inputs.only(users_first(inputs.data, PERMUTATION_ROWS))
     sums = sum_up(consumers, some, collector, run)
     stats = {names[0]: summed for names, summed in sums if isinstance(summed, Stats)}  # experts are never consumers
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modelopt_sparse.accuracy.fisher import WEIGHED, Gradients, gradients_of, users_first, wants_metrics, with_metrics
+from modelopt_sparse.accuracy.fisher import LOSS_ROWS, Gradients, gradients_of, users_first, wants_metrics, with_metrics
 from modelopt_sparse.accuracy.tuning import BatchNumbers, called_with
 from modelopt_sparse.budget.costs import ChoiceCosts, Chosen, Losses
 from modelopt_sparse.calibration.dense import blocks_in_call_order, run_dense
@@ -47,7 +47,7 @@ def solutions(
     """Solve each layer by SparseGPT for each of the patterns that are ``wanted`` of it, on the first rows of the user's
     data in the dense model, which stays as it is. Yields (plan of the pattern, whose name ends with it, statistics,
     weight as a matrix)."""
-    data = data.only(users_first(data, WEIGHED))
+    data = data.only(users_first(data, LOSS_ROWS))
     settings: dict[str, Any] = {"method": SOLVER, "options": SOLVER.options, "needs": "gram", "steps": ()}
     plan = replace(data.run.plan, layers=tuple(replace(layer, **settings) for layer in data.run.plan.layers))
     untuned = {"reconstruct": None, "distill": None, "permute": False, "polish": 0}

@@ -30,7 +30,7 @@ from modelopt_sparse.reports.text import first_few
 # calls ----------------------------------------------------------------------------------------------------------------
 
 
-IMAGES = 8  # of a batch, if nobody says how many
+IMAGES_PER_BATCH = 8  # of a batch, if nobody says how many
 DRAWN_FROM = 8  # of data without a length, so many times the windows asked for are read
 PATCHES = 128  # tokens that an image counts as where steps are cut
 
@@ -283,7 +283,7 @@ def digest_of(calls: Iterable[Call]) -> str:
 MISSING = 'data sets are read by the library datasets, which is not installed: pip install "modelopt-sparse[datasets]"'
 WIKITEXT2 = "wikitext2"
 TABLES = (".parquet", ".csv")  # files that hold a data set each
-KINDS = (".txt", ".jsonl", ".json", *TABLES)  # files of a folder with a data set: all of one kind
+FILE_KINDS = (".txt", ".jsonl", ".json", *TABLES)  # files of a folder with a data set: all of one kind
 TEXT, CHAT, IMAGE = ("text",), ("messages", "conversations"), ("image", "images", "img")  # names of columns
 
 
@@ -345,7 +345,7 @@ def open_dataset(data: str | Path, split: str = "train") -> Any:
     table = isinstance(data, Path) and data.is_file() and data.suffix in TABLES
     saved = isinstance(data, Path) and (data / "state.json").is_file()  # by the library datasets
     if isinstance(data, Path) and not table:
-        kinds = [] if saved else sorted({file.suffix for file in data.glob("*")} & {*KINDS})
+        kinds = [] if saved else sorted({file.suffix for file in data.glob("*")} & {*FILE_KINDS})
         if len(kinds) > 1:
             raise ValueError(f"data {str(data)!r} holds files of several kinds ({', '.join(kinds)}): give one of them")
         if not data.is_dir():
@@ -365,7 +365,7 @@ def open_dataset(data: str | Path, split: str = "train") -> Any:
             return load_from_disk(str(data))
         return load_dataset(name, config or None, split=part or split)
     except (OSError, ValueError, RuntimeError) as error:
-        raise ValueError(f"data {str(data)!r} cannot be had as a data set: {error}") from None
+        raise ValueError(f"data {str(data)!r} cannot be loaded as a data set: {error}") from None
 
 
 def is_dataset(data: Any) -> bool:
@@ -375,7 +375,7 @@ def is_dataset(data: Any) -> bool:
 
 def _processed(config: SparsifyConfig) -> Iterator[Mapping[str, Any]]:
     """What a processor makes of images in batches, or of chats with images one by one. Raises ValueError for text."""
-    data, processor, size = config.data, config.processor, config.batch_size or IMAGES
+    data, processor, size = config.data, config.processor, config.batch_size or IMAGES_PER_BATCH
     if isinstance(data, (str, Path)):
         data = open_dataset(data)
     columns = _columns(data) if is_dataset(data) else []

@@ -292,7 +292,7 @@ def _all_real(numbered: NumberedCall) -> list[bool]:
     return [told.get((model, side)) is None for side in ("encoder", "decoder", "image")]
 
 
-KINDS = 4  # of calls that are tried at most
+MAX_KINDS = 4  # of calls that are tried at most
 
 
 def _run_calls(dense: DenseRun, calls: Sequence[Call]) -> list[Tried]:
@@ -310,9 +310,9 @@ def _run_calls(dense: DenseRun, calls: Sequence[Call]) -> list[Tried]:
         _run_some(dense, [call for call in dense.calls if all(call is not chosen_call for chosen_call in chosen)])
     beside = [call for call in dense.calls if all(call is not chosen_call for chosen_call in chosen)][:1]
     if run.storage.resident:
-        return [_tried(dense, call.numbered) for call in (*chosen[:KINDS], *beside)]
+        return [_tried(dense, call.numbered) for call in (*chosen[:MAX_KINDS], *beside)]
     # each run of the model reads all weights
-    return [*truth[:KINDS], *(Tried(WalkedCall(call.numbered), None) for call in beside)]
+    return [*truth[:MAX_KINDS], *(Tried(WalkedCall(call.numbered), None) for call in beside)]
 
 
 def _one_of_each_kind(calls: Sequence[WalkedCall]) -> list[WalkedCall]:
@@ -371,7 +371,7 @@ def _run_loop(dense: DenseRun) -> list[Tried]:
         random = random if earlier is None else shared_states(random, earlier)
         recorded = NumberedCall(numbered.number, call, numbered.masks, random)
         kind = kind_of(recorded)
-        watch.on = len(kinds) <= KINDS and (kind not in kinds or len(kinds) == len(dense.calls) == 1)
+        watch.on = len(kinds) <= MAX_KINDS and (kind not in kinds or len(kinds) == len(dense.calls) == 1)
         kinds.extend([kind] * watch.on)
         dense.calls.append(WalkedCall(recorded))
         again.follow(dense.calls[-1])

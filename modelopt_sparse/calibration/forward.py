@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from modelopt_sparse.calibration.answers import Unknown, drawing_from
 from modelopt_sparse.calibration.data import Call, batch_rows, digest_of, held_back, load_calls, source_of, split_steps
-from modelopt_sparse.calibration.own_text import calls_from_nothing, monotonous, own_calls, rows_of, why_none_is_written
+from modelopt_sparse.calibration.own_text import calls_from_nothing, monotonous, own_calls, token_rows, why_no_text
 from modelopt_sparse.model.devices import (
     dense_rows,
     flat_tensors,
@@ -41,7 +41,7 @@ from modelopt_sparse.run import Run, Unreadable
 
 
 INSTEAD = "give batches without padding, or set count_padding=True to let padding into the statistics"
-OWN, DECODER, IMAGES = "attention_mask", "decoder_attention_mask", ("pixel_attention_mask", "pixel_mask")
+OWN, DECODER, IMAGE_MASKS = "attention_mask", "decoder_attention_mask", ("pixel_attention_mask", "pixel_mask")
 PADDING = ("padding_mask", "pad_mask")  # in masks whose names end like these True is padding
 
 
@@ -106,7 +106,7 @@ def token_masks(model: nn.Module, named: Mapping[str, Any]) -> dict[Side, Tensor
             masks["decoder"] = _token_mask(named, DECODER)
         elif isinstance(labels, Tensor) and labels.dim() == 2:
             masks["decoder"] = labels != -100
-    for value in (named[name] for name in IMAGES if isinstance(named.get(name), Tensor)):
+    for value in (named[name] for name in IMAGE_MASKS if isinstance(named.get(name), Tensor)):
         masks["image"] = value.flatten(1) != 0  # of pixels: it fits no layer's rows, which is an error
     return masks
 
@@ -532,7 +532,7 @@ def _self_written(calls: list[Call], run: Run) -> list[Call]:
     """Batches of text that the dense model writes, with a note of it, or of why there is none, in the report."""
     if not run.config.self_data:
         return []
-    if run.config.self_data == "auto" and (why := why_none_is_written(calls, run)):
+    if run.config.self_data == "auto" and (why := why_no_text(calls, run)):
         run.report.notes.append(f"{NONE_WRITTEN}: {why}")
         return []
     return _written(run, lambda: own_calls(run.model, calls, held_back(calls), run.config, run.processes))
@@ -546,7 +546,7 @@ def _written(run: Run, write: Callable[[], list[Call]]) -> list[Call]:
     seconds = time.perf_counter() - began
     windows = sum(len(batch.kwargs["input_ids"]) for batch in calls)
     run.report.notes.append(f"the dense model wrote {windows} windows of text itself, in {seconds:.0f} s")
-    if problem := monotonous(rows_of(calls)):
+    if problem := monotonous(token_rows(calls)):
         warnings.warn(problem, stacklevel=2)
         run.report.notes.append(problem)
     return calls

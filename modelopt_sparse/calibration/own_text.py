@@ -210,7 +210,7 @@ def own_calls(
     the same text: batch b is written by process b mod n, and sent to all.
     """
     refuse_to_write(model, f"self_data={config.self_data}")
-    windows = OWN_WINDOWS * len(rows_of(calls)) if config.self_data == "auto" else int(config.self_data)
+    windows = OWN_WINDOWS * len(token_rows(calls)) if config.self_data == "auto" else int(config.self_data)
     prompts, length = _prompts(calls, held_back, config, model)
     written = write_windows(model, prompts, windows, length, config.seed, processes)
     size = max(len(ids) for ids in map(_tokens_of, calls) if ids is not None)
@@ -220,9 +220,9 @@ def own_calls(
 def _prompts(calls: Sequence[Call], held_back: int, config: SparsifyConfig, model: nn.Module) -> tuple[Prompts, int]:
     """What texts begin with, and how many tokens they may have: the user's chats up to the model's turn, or else cuts
     of the user's tokens; not of what the last ``held_back`` calls judge by."""
-    rows = rows_of(calls)
+    rows = token_rows(calls)
     length = max(map(len, rows))
-    judges = len(rows_of(calls[len(calls) - held_back :])) if held_back else 0
+    judges = len(token_rows(calls[len(calls) - held_back :])) if held_back else 0
     if config.holds_text and not config.writes_its_data and (turns := chat_prompts(config, model, len(rows), judges)):
         short = [turn for turn in turns if len(turn) <= length * 3 // 4]
         if not short:
@@ -259,7 +259,7 @@ def begin_of_text(model: nn.Module) -> Tensor:
     raise ValueError(f"data={SELF!r}: no token is known to begin with: set model.generation_config.bos_token_id")
 
 
-def why_none_is_written(calls: Sequence[Call], run: Run) -> str | None:
+def why_no_text(calls: Sequence[Call], run: Run) -> str | None:
     """Why ``self_data="auto"`` asks for no text of the model's own; None if it asks for some."""
     if not writes_text(run.model):
         return f"a {type(run.model).__name__} is no causal language model"
@@ -278,7 +278,7 @@ def refuse_to_write(model: nn.Module, request: str) -> None:
         raise ValueError(f"{request}: a {type(model).__name__} is no causal language model: give more calibration data")
 
 
-def rows_of(calls: Sequence[Call]) -> list[Tensor]:
+def token_rows(calls: Sequence[Call]) -> list[Tensor]:
     """The user's token rows, padding left out. Raises ValueError if a batch holds no token ids."""
     rows = []
     for call in calls:

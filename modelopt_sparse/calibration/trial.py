@@ -145,7 +145,7 @@ class Tried:
 
 Problem = tuple[Stack, str]  # a stack of which blocks cannot answer, and why
 CHANGES = "a call that is run again computes something else"
-OTHER = "blocks that answer in the place of computing do not give the model's own output"
+OTHER_OUTPUT = "blocks that answer in the place of computing do not give the model's own output"
 
 
 def truth_of(calls: Calls, tried: Sequence[NumberedCall]) -> list[Tried]:
@@ -191,7 +191,7 @@ def rehearse(walk: AtBlock, tried: Sequence[Tried], watch: Watch) -> Problem | N
             for now, visits in watch.take():
                 expected = truth[id(now.call.numbered)]
                 if expected is not None and not _alike(visits, expected):
-                    return stack, OTHER
+                    return stack, OTHER_OUTPUT
     except (PaddingError, Unreadable):
         raise
     except (ValueError, RuntimeError) as error:  # the model's own are `errors_name_batch`'s

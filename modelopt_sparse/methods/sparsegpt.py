@@ -36,7 +36,7 @@ def eliminate(current: Tensor, inverse: Tensor, pattern: Pattern, start: int) ->
     the matrix, and ``start`` the block's first column in it. The mask of an N:M group is chosen when the sweep comes to
     the group, from the weights as updated so far; that of an unstructured block as a whole, before the sweep.
 
-    The kernel runs where `takes` and `has_kernels` allow it. Everything else, above all the CPU and float64, goes
+    The kernel runs where `kernel_takes` and `has_kernels` allow it. All else, the CPU and float64 above all, goes
     through torch.
     """
     block = current.shape[-1]
@@ -45,7 +45,7 @@ def eliminate(current: Tensor, inverse: Tensor, pattern: Pattern, start: int) ->
         choice = sub_pattern(pattern, slice(None), slice(start, start + block))
     else:
         choice = _choose_block(current.square() / pivot_b.square().unsqueeze(-2), pattern, start)
-    if takes(current, pattern) and has_kernels(current.device):
+    if kernel_takes(current, pattern) and has_kernels(current.device):
         from modelopt_sparse.methods.sweep_triton import sweep  # Triton is imported where it is used, and only then
 
         return sweep(current, inverse, choice)
@@ -93,7 +93,7 @@ def _turned(x_RC: Tensor, inverse: Tensor) -> Tensor:
     return x_RC.flatten(0, -2).mT if inverse.dim() == 2 else x_RC.flatten(0, -3).mT
 
 
-def takes(current: Tensor, pattern: Pattern) -> bool:
+def kernel_takes(current: Tensor, pattern: Pattern) -> bool:
     """Whether the kernel can sweep such a block: float32, up to WIDEST_BLOCK columns, M up to WIDEST_GROUP, and groups
     in which any weight may stay."""
     narrow = not isinstance(pattern, NM) or (pattern.m <= WIDEST_GROUP and pattern.within is None)

@@ -17,7 +17,7 @@ from modelopt_sparse.model.devices import parts_of
 Which = str | int | Callable[[Any], Tensor]
 Divergence = str | Callable[[Tensor, Tensor], Tensor]
 # divergence -> what a figure of it is called, and its unit
-NAMES = {"kl": ("KL", "nats"), "squared": ("squared error", "variances"), "bernoulli": ("Bernoulli KL", "nats")}
+DIVERGENCES = {"kl": ("KL", "nats"), "squared": ("squared error", "variances"), "bernoulli": ("Bernoulli KL", "nats")}
 
 
 class OutputError(ValueError):
@@ -28,8 +28,9 @@ def check_output(output: Any, divergence: Any) -> None:
     """Raise ValueError unless these are what the options of these names allow."""
     if not (output is None or isinstance(output, str) or is_whole(output, 0) or callable(output)):
         raise ValueError(f"output={shown(output)}: give a name, an index, or a function from the output to a tensor")
-    if not (divergence is None or divergence in NAMES or callable(divergence)):
-        raise ValueError(f"divergence={shown(divergence)}: give {', '.join(NAMES)}, or a function of (dense, sparse)")
+    if not (divergence is None or divergence in DIVERGENCES or callable(divergence)):
+        allowed = f"{', '.join(DIVERGENCES)}, or a function of (dense, sparse)"
+        raise ValueError(f"divergence={shown(divergence)}: give {allowed}")
 
 
 def name_of(function: Any) -> Any:
@@ -39,7 +40,7 @@ def name_of(function: Any) -> Any:
 
 def in_words(name: str | None) -> tuple[str, str]:
     """(what a figure of the divergence of this name is called, its unit). None: "kl"."""
-    return NAMES.get(name or "kl", (f"divergence {name}", "its own unit"))
+    return DIVERGENCES.get(name or "kl", (f"divergence {name}", "its own unit"))
 
 
 def _is_usable(x: Any) -> bool:
@@ -162,7 +163,7 @@ def drawn(logits: Tensor, uniforms: Tensor) -> Tensor:
 
 
 # numbers of a piece: on the CPU so few that they stay in its cache, elsewhere so many that launching is no cost
-ON_THE_CPU, ELSEWHERE = 2**18, 2**24
+CPU_PIECE, DEVICE_PIECE = 2**18, 2**24
 
 
 def kl_divergence(logits_p_TV: Tensor, logits_q_TV: Tensor, *, temperature: float = 1.0) -> Tensor:
@@ -215,7 +216,7 @@ def _log_probabilities(p: Tensor, q: Tensor, temperature: float) -> tuple[Tensor
 
 
 def _rows_of_a_piece(logits_TV: Tensor) -> int:
-    size = ON_THE_CPU if logits_TV.device.type == "cpu" else ELSEWHERE
+    size = CPU_PIECE if logits_TV.device.type == "cpu" else DEVICE_PIECE
     return max(1, size // logits_TV.shape[-1])
 
 

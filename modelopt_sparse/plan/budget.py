@@ -11,7 +11,7 @@ from modelopt_sparse.methods.patterns import Pattern, Unstructured, parse_patter
 from modelopt_sparse.reports.text import nearest
 
 BUDGET_UNITS = ("zeros", "bytes", "flops")
-NUMBER = re.compile(r"\s*(\d+\.?\d*(?:[eE][+-]?\d+)?|\.\d+)\s*(%?)\s*(\w+)\s*")
+BUDGET_TEXT = re.compile(r"\s*(\d+\.?\d*(?:[eE][+-]?\d+)?|\.\d+)\s*(%?)\s*(\w+)\s*")
 DENSE, AUTO = "dense", "auto"
 LEVELS, MAX_BUDGET_SPARSITY = (DENSE, *(f"{level}%" for level in range(20, 85, 5))), 0.8
 
@@ -43,7 +43,7 @@ def parse_budget(value: Any, units: Collection[str] = BUDGET_UNITS) -> Budget | 
         return value
     if not isinstance(value, str):
         raise TypeError(f"budget={value!r}: give text, such as '35% {min(units)}'")
-    match = NUMBER.fullmatch(value)
+    match = BUDGET_TEXT.fullmatch(value)
     if match is None:
         raise ValueError(f"budget={value!r}: say how much, and of what ({', '.join(units)}): '35% {min(units)}' or so")
     amount, percent, unit = Fraction(match[1]), bool(match[2]), match[3]

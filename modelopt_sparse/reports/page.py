@@ -32,13 +32,13 @@ from torch import Tensor
 
 from modelopt_sparse.model.output import in_words
 from modelopt_sparse.reports.evaluate import TaskScore, task_scores
-from modelopt_sparse.reports.text import in_steps, product_of, write_whole
+from modelopt_sparse.reports.text import product_of, steps_text, write_whole
 from modelopt_sparse.reports.values import ERROR_FROM, LayerReport, Shrunk
 
 if TYPE_CHECKING:
     from modelopt_sparse.reports.report import Report
 
-MISSING = 'the HTML report draws with plotly, which is not installed: pip install "modelopt-sparse[report]"'
+NO_PLOTLY = 'the HTML report draws with plotly, which is not installed: pip install "modelopt-sparse[report]"'
 ARROW = "\N{RIGHTWARDS ARROW}"
 PLACES = 5  # significant digits of numbers in tables
 ROLES = 10  # lines of one figure; further roles become one line
@@ -87,7 +87,7 @@ def checked_page(path: str | Path) -> Path:
     if path.is_dir():
         raise ValueError(f"{str(path)!r} is a folder: give the path of a file to write")
     if find_spec("plotly") is None:
-        raise ValueError(MISSING)
+        raise ValueError(NO_PLOTLY)
     return path
 
 
@@ -219,7 +219,7 @@ def cost_of(report: "Report") -> dict[str, tuple[str, str]]:
             steps = [*shrunk.kl.items()]
             (first, before), (last, after) = steps[0], steps[-1]
             words = f"{nats}, {first} {ARROW} {last}, on calibration batches held back"
-            cost[f"{measure} from the model before"] = (in_steps(before, after, arrow=ARROW), words)
+            cost[f"{measure} from the model before"] = (steps_text(before, after, arrow=ARROW), words)
     if "training" in report.settings:
         cost["training"] = (f"step {report.settings['training']['step']:,}", "of sparse training")
     if measured is not None and measured.perplexity is None:
@@ -241,10 +241,10 @@ def cost_of(report: "Report") -> dict[str, tuple[str, str]]:
         cost["error of a layer"] = (f"{mean:.4f}", f"the mean; the largest is {worst:.4f}, of {name}")
     if blocks:
         before, after = fmean(block.error_before for block in blocks), fmean(block.error_after for block in blocks)
-        cost["error of a block"] = (in_steps(before, after, arrow=ARROW), "by reconstruction, the mean")
+        cost["error of a block"] = (steps_text(before, after, arrow=ARROW), "by reconstruction, the mean")
     if (tuned := report.distillation) is not None:
         words = f"{nats}, on calibration batches that it was not tuned on"
-        cost[f"{measure} by distillation"] = (in_steps(tuned.kl_before, tuned.kl_after, arrow=ARROW), words)
+        cost[f"{measure} by distillation"] = (steps_text(tuned.kl_before, tuned.kl_after, arrow=ARROW), words)
     if spent := report.time_by_part():
         parts = ", ".join(f"{part} {_duration(seconds)}" for part, seconds in spent.items())
         cost["time"] = (_duration(sum(spent.values())), parts)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from modelopt_sparse import __version__
 from modelopt_sparse.model.output import in_words
 from modelopt_sparse.reports.evaluate import Evaluation, task_scores
-from modelopt_sparse.reports.text import Column, Printed, by_reason, counted, in_steps, paragraph, rows_of, table
+from modelopt_sparse.reports.text import Column, Printed, by_reason, counted, paragraph, rows_of, steps_text, table
 from modelopt_sparse.reports.values import (
     DISTILLED,
     ERROR_FROM,
@@ -196,14 +196,14 @@ class Report(Printed):
         reasons = {weight.name: weight.reason for weight in self.skipped}
         yield from map(say, self.summaries())
         if (shrunk := self.shrunk) is not None:
-            errors = [in_steps(*layer_errors) for layer_errors in shrunk.errors.values()]
+            errors = [steps_text(*layer_errors) for layer_errors in shrunk.errors.values()]
             refit = any(len(layer_errors) > 1 for layer_errors in shrunk.errors.values())
             columns = [Column("error, as is -> refit" if refit else "error, as is", errors, "range")]
             heading = "experts off" if "experts" in shrunk.kept else "channels off"
             yield rows_of(heading, list(shrunk.errors), columns, all_rows=all_rows) if errors else ""
         yield rows_of("layer", names, _columns(self.layers), reasons, all_rows=all_rows) if names else ""
         if self.blocks:
-            errors = [in_steps(block.error_before, block.error_after) for block in self.blocks]
+            errors = [steps_text(block.error_before, block.error_after) for block in self.blocks]
             columns = [
                 Column("error", errors, "range"),
                 Column("way", [block.way or "" for block in self.blocks]),
@@ -215,7 +215,7 @@ class Report(Printed):
             yield rows_of("reconstructed", blocks, columns, all_rows=all_rows)
         if (tuned := self.distillation) is not None:
             measure, unit = in_words(self.settings.get("divergence"))
-            divergences = f"{measure} from the dense model {in_steps(tuned.kl_before, tuned.kl_after)} {unit}"
+            divergences = f"{measure} from the dense model {steps_text(tuned.kl_before, tuned.kl_after)} {unit}"
             sentence = f"distilled: {divergences}, on calibration batches that it was not tuned on"
             sentence += f"; best epoch {tuned.epoch}, {tuned.seconds:.1f} s"
             yield say("; ".join([sentence, *tuned.notes]))
@@ -263,7 +263,7 @@ def _columns(layers: Sequence[LayerReport]) -> list[Column]:
         Column("recipe", [layer.recipe for layer in layers]),
         Column("pattern", [layer.pattern for layer in layers], "levels"),
         Column("zeros", [f"{layer.zeros / layer.size:.2%}" for layer in layers], "range"),
-        Column("error", [in_steps(*layer.errors) for layer in layers], "range"),
+        Column("error", [steps_text(*layer.errors) for layer in layers], "range"),
         Column("error from", [ERROR_FROM[layer.error_from][0] if layer.errors else "" for layer in layers]),
         Column("seconds", [f"{layer.seconds:.2f}" for layer in layers], "range", shared=False),
         Column("notes", ["; ".join(layer.notes) for layer in layers], "range", below=True),

@@ -24,7 +24,7 @@ from modelopt_sparse.checks import grouped, shown
 
 WIDTH = 100  # columns of the terminal that folded text fits
 LEAST = 14  # columns of a table are not made narrower than this, nor than their words
-LEVELS = 4  # in a column of levels, a name with at most this many different cells keeps a row for each
+MAX_LEVELS = 4  # in a column of levels, a name with at most this many different cells keeps a row for each
 NO_BREAK = "\N{NO-BREAK SPACE}"  # where `paragraph` starts no line, and writes a space
 BREAKS = re.compile(r"(?<=[ ,+/])")  # where a cell may go on in the next line
 INDEX = re.compile(r"0|[1-9][0-9]*")  # a part of a name that is a number
@@ -118,7 +118,7 @@ def table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]], width: int | N
     return "\n".join(lines)
 
 
-def in_steps(*values: float, arrow: str = "->") -> str:
+def steps_text(*values: float, arrow: str = "->") -> str:
     """What a value was, and what it became: "0.1000 -> 0.0500"."""
     return f" {arrow} ".join(f"{value:.4f}" for value in values)
 
@@ -301,7 +301,7 @@ def _keys(names: Sequence[str], column: Column) -> list[Hashable]:
     for stem, cell in zip(stems, column.cells, strict=True):
         different.setdefault(stem, set()).add(cell)
     return [
-        cell if len(different[stem]) <= LEVELS else text
+        cell if len(different[stem]) <= MAX_LEVELS else text
         for stem, cell, text in zip(stems, column.cells, words, strict=True)
     ]
 

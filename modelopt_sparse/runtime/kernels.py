@@ -333,7 +333,7 @@ def operand(x: Tensor, multiple: int) -> Tensor:
 
 
 # the arguments of `multiply`, as torch writes them
-LINEAR = (
+LINEAR_SCHEMA = (
     "(Tensor x, Tensor packed, Tensor? metadata, Tensor? bias, SymInt rows, str backend, SymInt[] choices) -> Tensor"
 )
 
@@ -362,7 +362,7 @@ def register_operators() -> None:
         x, bias = (None if shape is None else refuse(gradient, shape) for shape in ctx.shapes)
         return x, None, None, bias, None, None, None
 
-    linear = torch.library.custom_op("modelopt_sparse::linear_24", by_numbers, mutates_args=(), schema=LINEAR)
+    linear = torch.library.custom_op("modelopt_sparse::linear_24", by_numbers, mutates_args=(), schema=LINEAR_SCHEMA)
     linear.register_fake(lambda x, packed, metadata, bias, rows, backend, choices: x.new_empty(x.shape[0], rows))
     refusal = torch.library.custom_op("modelopt_sparse::no_gradient", no_gradient, mutates_args=())
     refusal.register_fake(lambda gradient, shape: gradient.new_empty(shape))

@@ -24,7 +24,7 @@ from modelopt_sparse.runtime.kernels import (
 Calls = Sequence[Callable[[], Any]]
 Timer = Callable[[Calls], float]  # seconds of one call, the mean over calls that use different memory
 
-LIBRARIES = ("cublas", "cublaslt")  # the libraries that dense products are timed with
+BLAS_LIBRARIES = ("cublas", "cublaslt")  # the libraries that dense products are timed with
 TIMED_SECONDS = 0.1  # a time is the median of what runs in about so long
 LARGEST_SET = 64  # most copies of a weight that one timing goes through, so that no cache holds them all
 
@@ -53,7 +53,7 @@ class Place:
     title: str
     timer: Timer
     cache_bytes: int
-    libraries: Sequence[str] = LIBRARIES
+    libraries: Sequence[str] = BLAS_LIBRARIES
 
 
 # timing a layer -------------------------------------------------------------------------------------------------------

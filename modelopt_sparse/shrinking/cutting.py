@@ -179,7 +179,7 @@ class Cutting:
         without_groups = replace(self.sizes, width={}, experts={})
         if replace(cutting, sizes=without_groups, groups={}).differs(data):
             problem = f"{CHANGED} the blocks {[*stay]} alone than with the others skipped"
-            raise ValueError(f"{problem}: blocks know their places, or read from others")
+            raise ValueError(f"{problem}: blocks depend on their index, or read from others")
         groups = {name: block_groups for name, block_groups in self.groups.items() if name not in cutting.gone}
         return replace(cutting, groups=groups)
 

@@ -34,7 +34,7 @@ Found = TypeVar("Found")
 CRITERIA = ("gram", "norm", "minitron")  # of channels, and of experts; the first is the default
 EXPERT_CRITERIA = ("reap", "reap_sum", "frequency")
 BLOCKS_BY = ("kl", "influence")
-SAMPLES = 8  # rows of data that blocks are chosen by
+BLOCK_ROWS = 8  # rows of data that blocks are chosen by
 JUDGING = " (held back)"  # added to a layer's name where its inputs judge
 OTHER_KIND = "the others would be of another kind at their new places"
 
@@ -71,8 +71,8 @@ def blocks(judge: Judge, depth: BlockCount, gone: int, run: Run, shrunk: Shrunk)
     stay = list(range(len(depth.blocks)))
     assert judge.teacher is not None
     calls, end = judge.teacher.data.calls or [], judge.batches.tuned_on
-    rows = max(batch_rows(calls[0].args, calls[0].kwargs), 1) if calls else SAMPLES
-    numbers = range(max(0, end - math.ceil(SAMPLES / rows)), end)  # the last that do not judge
+    rows = max(batch_rows(calls[0].args, calls[0].kwargs), 1) if calls else BLOCK_ROWS
+    numbers = range(max(0, end - math.ceil(BLOCK_ROWS / rows)), end)  # the last that do not judge
     for _ in range(gone):
         divergences: dict[int, float] = {}
         with run.bar("choose blocks", "block", len(stay)) as bar:

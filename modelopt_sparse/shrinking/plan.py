@@ -28,7 +28,7 @@ TAKEN = (
     *("progress", "distributed", "split_data", "output", "divergence"),
 )
 HOW = ("criterion", "refit", "blocks_by")
-WINDOWS = 4  # of text in a batch, or fewer, so that there are four batches: some fit, and others judge
+BATCH_WINDOWS = 4  # of text in a batch, or fewer, so that there are four batches: some fit, and others judge
 STALE = "parameters that change are new ones: make an optimizer afterwards"
 # names that users of other tools know, and what is not built -> what to do
 HINTS = {
@@ -52,7 +52,7 @@ def shrink_config(options: Mapping[str, Any], *, only_planned: bool = False) -> 
         chosen["reconstruct"] = {key: value for key, value in reconstruct.items() if key != "masks"}
     tuned = chosen.get("reconstruct") or chosen.get("distill")  # such runs see to it themselves
     if chosen.get("data_loader") is None and not tuned:
-        chosen.setdefault("batch_size", max(1, min(WINDOWS, chosen.get("num_samples", 128) // WINDOWS)))
+        chosen.setdefault("batch_size", max(1, min(BATCH_WINDOWS, chosen.get("num_samples", 128) // BATCH_WINDOWS)))
     config = SparsifyConfig(pattern=Unstructured(0.5), **chosen)
     if not only_planned and config.data is None and config.data_loader is None:
         raise ValueError("shrink needs calibration data: give data_loader=, or data= with tokenizer=")

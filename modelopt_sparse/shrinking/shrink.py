@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from modelopt_sparse.accuracy.distill import Teacher, distill
+from modelopt_sparse.accuracy.distill import Teacher, distill_from
 from modelopt_sparse.accuracy.fisher import with_metrics
 from modelopt_sparse.accuracy.reconstruct import dense_goals, reconstruct
 from modelopt_sparse.accuracy.tuning import BatchNumbers
@@ -43,7 +43,7 @@ from modelopt_sparse.shrinking.sizes import ShrinkRequest, TargetSizes, costs, k
 
 LITTLE = 0.25  # an error from which on a block had no channels to spare
 CALLS = {"seconds of 1 x 128 tokens": 128, "seconds of one token": 1}
-SHORT = 1  # epochs of reconstruction that sizes within a budget are compared after
+TRIAL_EPOCHS = 1  # epochs of reconstruction that sizes within a budget are compared after
 WORSE = 2  # so many sizes in a row that are worse than the best end the search
 
 
@@ -157,7 +157,7 @@ def _best(data: CalibrationData, tried: Sequence[TargetSizes], selection: Criter
     run = data.run
     data.counted(data.output_of(0)[0] if data.calls else None)  # refused before any work
     options = run.config.reconstruct or Reconstruct()
-    config = replace(run.config, reconstruct=replace(options, epochs=SHORT), distill=None)
+    config = replace(run.config, reconstruct=replace(options, epochs=TRIAL_EPOCHS), distill=None)
     divergences: list[float] = []
     for sizes in tried:
         model: Any = copy.deepcopy(run.model)
@@ -168,7 +168,7 @@ def _best(data: CalibrationData, tried: Sequence[TargetSizes], selection: Criter
             break
     measured = "; ".join(f"{sizes}: {kl:.4f}" for sizes, kl in zip(tried, divergences))
     by, _ = in_words(run.report.settings.get("divergence"))
-    run.report.notes.append(f"budget {budget}: {by} after {SHORT} epoch of reconstruction: {measured}")
+    run.report.notes.append(f"budget {budget}: {by} after {TRIAL_EPOCHS} epoch of reconstruction: {measured}")
     return tried[divergences.index(min(divergences))]
 
 
@@ -223,7 +223,7 @@ def _shrink(data: CalibrationData, sizes: TargetSizes, selection: Criterion) -> 
         judge.measure("reconstructed", shrunk)
     if run.config.distill is not None and judge.teacher is not None:
         with run.part("distillation"):
-            distill(replace(judge.teacher, data=replace(data, run=run)), run)
+            distill_from(replace(judge.teacher, data=replace(data, run=run)), run)
         judge.measure("distilled", shrunk)
     return shrunk
 

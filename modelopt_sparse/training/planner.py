@@ -49,7 +49,7 @@ from modelopt_sparse.training.updates import AtSteps, Constant, EveryFew
 BLOCKS, DEFAULT = "blocks", "default"
 DENSE_WORDS = ("embedding", "norm", "lm_head")  # in a parameter's name; those of the Cerebras Model Zoo
 
-INDEX = 4  # bytes of an index in CSR
+INDEX_BYTES = 4  # bytes of an index in CSR
 STILL = "its mask does not move: no optimizer trains it"
 
 # parameters -----------------------------------------------------------------------------------------------------------
@@ -530,7 +530,7 @@ def cost(model: nn.Module, *args: Any, dense_every: int | None = None, **kwargs:
         live = int(mask.count_nonzero())
         pruned += mask.numel() - live
         plain_bytes += mask.numel() * size
-        csr_bytes += live * (size + INDEX) + (math.prod(mask.shape[:-1]) + 1) * INDEX
+        csr_bytes += live * (size + INDEX_BYTES) + (math.prod(mask.shape[:-1]) + 1) * INDEX_BYTES
     weights = sum(parameter.numel() for parameter in model.parameters())
     dense, sparse = products.dense, round(products.sparse)
     unseen = [weight.name for weight in sparse_weights if len(weight.shape) > 1 and not products.flops[weight.name]]

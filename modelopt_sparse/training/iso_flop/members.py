@@ -26,7 +26,7 @@ from modelopt_sparse.model.devices import flat_tensors, map_tensors
 from modelopt_sparse.reports.text import first_few, nearest
 from modelopt_sparse.run import calibrating
 
-KINDS: tuple[Any, ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+REPLACEABLE: tuple[Any, ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 Activation = Callable[[], nn.Module] | None
 
@@ -345,7 +345,7 @@ def factors_of(layer: nn.Module, rank: int, *, bias: bool) -> tuple[Any, Any]:
 
 def why_not(layer: nn.Module) -> str:
     """Why a layer cannot be replaced by a member, or "" if it can."""
-    if type(layer) not in KINDS:
+    if type(layer) not in REPLACEABLE:
         return f"{type(layer).__name__} is no Linear or convolution of torch's own"
     return "a grouped convolution" if isinstance(layer, Convolution) and layer.groups > 1 else ""
 
