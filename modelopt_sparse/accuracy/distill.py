@@ -125,7 +125,7 @@ def distill_from(teacher: Teacher, run: Run) -> None:
     outputs = outputs_of(run.plan.layers)
     chosen = dict(tunable(model, model, masks, vectors=True))
     batches = BatchNumbers.of_calls(teacher.data, one_of=HELD_BACK_FOR_OUTPUTS)
-    by = run.report.settings.get("divergence")
+    measure = run.report.settings.get("divergence")
     began = time.perf_counter()
 
     def loss(index: int) -> Tensor:
@@ -135,7 +135,7 @@ def distill_from(teacher: Teacher, run: Run) -> None:
 
     def judge() -> float:
         divergence = batches.validation_error(teacher.divergence)
-        bar.say(f"{in_words(by)[0]} {before:.4f} -> {divergence:.4f}", run.memory_in_use())
+        bar.say(f"{in_words(measure)[0]} {before:.4f} -> {divergence:.4f}", run.memory_in_use())
         return divergence
 
     with (
@@ -146,7 +146,7 @@ def distill_from(teacher: Teacher, run: Run) -> None:
         moments = torch.bfloat16 if options.moments == "bfloat16" else None
         weights = TunedWeights(chosen, outputs, options.learning_rate, None, moments)
         before = batches.validation_error(teacher.divergence)
-        weights.scale_rate(before, FULL_RATE_SQUARED if by == "squared" else FULL_RATE_KL)
+        weights.scale_rate(before, FULL_RATE_SQUARED if measure == "squared" else FULL_RATE_KL)
         try:
             best, epoch, notes = tune(weights, batches, options.epochs, run.config.seed, loss, judge, before, bar)
         except BaseException:

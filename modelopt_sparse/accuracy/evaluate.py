@@ -80,8 +80,9 @@ def evaluate(
         whose = "a model's" if not losses else "the model's" if math.isnan(losses[0]) else "the reference's"
         raise ValueError(f"{whose} output holds NaN or inf on these data: run it in bfloat16 or float32")
     perplexity, reference_perplexity = [*(_exp(loss / count) for loss in losses), None, None][:2]
-    apart, by = None if reference is None else relative(added[len(losses) :]), run.report.settings.get("divergence")
-    return Evaluation(perplexity, reference_perplexity, apart, rows, seq_len, by or "kl")
+    distance = None if reference is None else relative(added[len(losses) :])
+    measure = run.report.settings.get("divergence") or "kl"
+    return Evaluation(perplexity, reference_perplexity, distance, rows, seq_len, measure)
 
 
 def _windows(model: nn.Module, tokens: Tensor, seq_len: int, batch_size: int | None) -> Sequence[Tensor]:

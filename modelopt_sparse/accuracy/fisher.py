@@ -117,7 +117,7 @@ class _Sums:
     """Sums over this process's calls, by key: of the outputs of blocks by the index of the block, of layers by their
     name."""
 
-    of: dict[int | str, Tensor] = field(default_factory=dict)
+    by_key: dict[int | str, Tensor] = field(default_factory=dict)
 
     def take_output(self, index: int, gradient: Tensor) -> None:
         rows = gradient.detach().flatten(0, -2).float()
@@ -129,7 +129,7 @@ class _Sums:
         weight.grad = None
 
     def _add(self, key: int | str, values: Tensor) -> None:
-        self.of[key] = self.of[key] + values if key in self.of else values
+        self.by_key[key] = self.by_key[key] + values if key in self.by_key else values
 
 
 def gradients_of(data: CalibrationData, blocks: Sequence[nn.Module], layers: Sequence[Layer]) -> Gradients | None:
@@ -170,7 +170,7 @@ def gradients_of(data: CalibrationData, blocks: Sequence[nn.Module], layers: Seq
         hooks.enter_context(run.model.register_forward_hook(after_model))
         hooks.enter_context(torch.enable_grad())
         data.run_model(under_way.append, numbers=numbers)
-    totals = shared_sums(sums.of, run.processes, run.config.device or torch.device("cpu"))
+    totals = shared_sums(sums.by_key, run.processes, run.config.device or torch.device("cpu"))
     by_call = [values for by_rank in run.processes.all_gather("the tokens of gradients", moments) for values in by_rank]
     tokens = size_of([sum(column) for column in zip(*by_call)] or [0.0])
     if not tokens:

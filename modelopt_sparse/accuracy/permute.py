@@ -155,7 +155,7 @@ def _moved(moves: list[Move], inputs: AtBlock, dense: Mapping[nn.Module, Tensor]
 
     def changes() -> list[float]:
         outputs = inputs.outputs_of(modules, 0) if inputs.calls else []
-        return [float((now.float() - dense[module].float()).norm()) for now, module in zip(outputs, modules)]
+        return [float((output.float() - dense[module].float()).norm()) for output, module in zip(outputs, modules)]
 
     before = [(values, values.clone()) for layer, dim, _ in moves for values in _reordered(layer, dim)]
     same: bool | None = False
@@ -163,9 +163,9 @@ def _moved(moves: list[Move], inputs: AtBlock, dense: Mapping[nn.Module, Tensor]
         _reorder(moves[:1])
         torn = changes()
         _reorder(moves[1:])
-        here = all(a <= bound * b for a, b, bound in zip(changes(), torn, SAME)) if all(torn) else None
+        unchanged = all(a <= bound * b for a, b, bound in zip(changes(), torn, SAME)) if all(torn) else None
         # the first process that has a batch decides
-        verdicts = run.processes.all_gather("a permutation", (bool(inputs.calls), here))
+        verdicts = run.processes.all_gather("a permutation", (bool(inputs.calls), unchanged))
         same = next(verdict for has_batch, verdict in verdicts if has_batch)
     finally:
         if not same:  # or interrupted half way

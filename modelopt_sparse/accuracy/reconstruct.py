@@ -135,9 +135,9 @@ def reconstruct(
             f"{tuned[-1].name!r}: its reconstruction was broken off; it has the best values up to then"
         )
         raise
-    by = "error of the block" if judge is None else "divergence of the model's output"
+    measure = "error of the block" if judge is None else "divergence of the model's output"
     notes = [f"{way}: {loss:.4g}" for way, loss in losses.items()]
-    notes = [f"taken: {way}, by the {by} on the batches held back", *notes] if notes else []
+    notes = [f"taken: {way}, by the {measure} on the batches held back", *notes] if notes else []
     for report in reports:
         report = replace(report, way=str(way), notes=[*report.notes, *notes])
         run.report.reconstructed(report, {plan.name for plan in block.layer_plans})

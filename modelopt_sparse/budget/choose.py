@@ -79,7 +79,7 @@ def decided(data: CalibrationData) -> tuple[CalibrationData, dict[str, Any]]:
     return data, {
         "asked": str(budget),
         "taken": title,
-        **{name: by for name, by in data.run.report.settings.items() if name == "divergence"},
+        **{name: value for name, value in data.run.report.settings.items() if name == "divergence"},
         "tried": {name: [total, kl] for name, total, kl in zip(plans, sums, measured)},
         "costs": {budget.unit: [costs.cost(budget.unit, chosen), costs.ceiling(budget)]},
         "layers": {name: str(choice or DENSE) for name, choice in chosen.items()},

@@ -172,7 +172,7 @@ def tabled(data: CalibrationData) -> tuple[CalibrationData, ChoiceCosts]:
         data, losses = with_metrics(data, gradients), losses_of(data, gradients)
         if file is not None and run.processes.rank == 0:
             shapes = {layer.name: list(layer.shape) for layer in run.plan.layers}
-            written = {name: {str(choice or DENSE): x for choice, x in of.items()} for name, of in losses.items()}
+            written = {name: {str(choice or DENSE): x for choice, x in row.items()} for name, row in losses.items()}
             facts = {"shapes": shapes, **run.config.counts(), "losses": written}
             file.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     return data, ChoiceCosts(run.plan, losses, run.config, (data.dense or run_dense(data).dense).rows)
@@ -182,12 +182,12 @@ def _read(file: Path, run: Run) -> Losses:
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
         shapes = value["shapes"]
-        losses = {name: {parse_choice(text): x for text, x in of.items()} for name, of in value["losses"].items()}
+        losses = {name: {parse_choice(text): x for text, x in row.items()} for name, row in value["losses"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"losses={str(file)!r} is no file of losses ({error!r}): give another path") from None
-    before, now = {name: value[name] for name in OF_OUTPUT if name in value}, run.config.counts()
-    if before != now:
-        problem = f"was measured with {before or 'no output= and divergence='}, this run is with {now or 'neither'}"
+    before, current = {name: value[name] for name in OF_OUTPUT if name in value}, run.config.counts()
+    if before != current:
+        problem = f"was measured with {before or 'no output= and divergence='}, this run is with {current or 'neither'}"
         raise ValueError(f"losses={str(file)!r} {problem}: give a new path")
     for layer_plan in run.plan.layers:
         known = losses.get(layer_plan.name, {None: 0.0})

@@ -50,9 +50,9 @@ class Unknown(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         kwargs, arguments = dict(kwargs or {}), func._schema.arguments
-        named = {**{of.name: x for of, x in zip(arguments, args)}, **kwargs}
+        named = {**{argument.name: x for argument, x in zip(arguments, args)}, **kwargs}
         unknown = [x for x in flat_tensors((args, kwargs)) if isinstance(x, Unknown)]
-        written = [named.get(of.name) for of in arguments if of.alias_info is not None and of.alias_info.is_write]
+        written = [named.get(x.name) for x in arguments if x.alias_info is not None and x.alias_info.is_write]
         decides = torch.Tag.data_dependent_output in func.tags
         if torch.Tag.dynamic_output_shape in func.tags:
             decides |= func not in CHOOSING or not isinstance(args[0], Unknown) or len(unknown) > 1
@@ -87,7 +87,7 @@ class Unknown(Tensor):
         if any(x is not None and not isinstance(x, Tensor) for x in leaves_of(output)):
             first.need()
         sources = set(first.sources)
-        if any(of.alias_info is not None for of in func._schema.returns):  # what is written to a view, its base holds
+        if any(x.alias_info is not None for x in func._schema.returns):  # what is written to a view, its base holds
             sources = first.sources
         sources.update(*(x.sources for x in others))
 
@@ -133,8 +133,8 @@ class Answer:
         inputs, numbers = enumerate(zip(before.tensors, before.versions)), count()
         indices = {id(x): n for n, (x, was) in inputs if not x.is_inference() and version(x) == was}
         written = [
-            {key: value for key, value in now.items() if was.get(key, was) is not value}
-            for was, now in zip(before.mappings, mappings(args, kwargs))
+            {key: value for key, value in mapping.items() if was.get(key, was) is not value}
+            for was, mapping in zip(before.mappings, mappings(args, kwargs))
         ]
 
         def leaf(x: Tensor) -> Leaf:
@@ -145,7 +145,7 @@ class Answer:
 
     def tensors(self, output: Any, args: tuple, kwargs: dict[str, Any]) -> list[Tensor]:
         """The tensors of the visit that this answer was made of, in the order of their numbers."""
-        written = [{key: now[key] for key in entries} for entries, now in zip(self.written, mappings(args, kwargs))]
+        written = [{key: new[key] for key in old} for old, new in zip(self.written, mappings(args, kwargs))]
         return flat_tensors((output, written))
 
     def put_out(self, args: tuple, kwargs: dict[str, Any], index: int, need: Callable[[], NoReturn]) -> Any:

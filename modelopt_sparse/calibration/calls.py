@@ -93,7 +93,7 @@ class WalkedCall:
 
 
 @dataclass(eq=False)
-class UnderWay:
+class Attempt:
     """One run of a call, while it lasts.
 
     wanted: the block that it is run for, with gradients or without; None: it runs to its end.
@@ -121,7 +121,7 @@ class UnderWay:
         raise Needed
 
 
-Seen = Callable[[UnderWay, nn.Module, Any, bool], object]  # gets a visit that is over: the output, whether it has run
+Seen = Callable[[Attempt, nn.Module, Any, bool], object]  # gets a visit that is over: the output, whether it has run
 
 
 class Calls:
@@ -140,7 +140,7 @@ class Calls:
         self.shapes = {} if shapes is None else shapes
         modules = [*self.run.model.modules()]
         self._state = partial(ModelState, modules, objects_of(modules))
-        self._now: UnderWay | None = None
+        self._attempt: Attempt | None = None
         self._newest: dict[Any, deque[ref[Tensor]]] = {}
         self._moved_by_hooks = False
         moved = self.run.config.device is not None
@@ -148,12 +148,12 @@ class Calls:
 
     def follow(self, call: WalkedCall) -> None:
         """A call that the user's own loop makes begins. Which way it goes is seen, until `end_following`."""
-        self._now = UnderWay(call)
+        self._attempt = Attempt(call)
 
     def end_following(self) -> None:
-        if self._now is not None:
-            self._now.call.way = tuple(self._now.visits)
-        self._now = None
+        if self._attempt is not None:
+            self._attempt.call.way = tuple(self._attempt.visits)
+        self._attempt = None
 
     # running a call -------------------------------------------------------------------------------------------------
 
@@ -178,20 +178,20 @@ class Calls:
     def _tell(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """Pre-hook of modules inside the model: note which tokens their arguments call padding, for the call that runs
         now."""
-        if self._now is not None and not self._now.only_shapes:
-            self._now.call.numbered.masks.tell(module, args, kwargs)
+        if self._attempt is not None and not self._attempt.only_shapes:
+            self._attempt.call.numbered.masks.tell(module, args, kwargs)
 
     def whole(self, call: WalkedCall) -> None:
         """Run a call to its end, through all blocks as they are, which tells its way."""
         call.answers = []
-        self._run(UnderWay(call))
+        self._run(Attempt(call))
 
     def learn_way(self, call: WalkedCall) -> None:
         """See to which blocks a call comes, and what these need: by the shapes of what blocks put out, if these tell
         it; else the way alone, by a whole run."""
         try:
-            now = self._run(UnderWay(call, only_shapes=True))
-            call.way, call.needed = tuple(now.visits), now.needs
+            attempt = self._run(Attempt(call, only_shapes=True))
+            call.way, call.needed = tuple(attempt.visits), attempt.needs
         except Needed:
             if not call.way:
                 self.whole(call)
@@ -199,84 +199,84 @@ class Calls:
     def run_to(self, call: WalkedCall, block: nn.Module | None, finished: Set[nn.Module]) -> None:
         """Run a call until it has come to ``block`` for the last time; None: to its end. What ``finished`` blocks put
         out is kept from now on. The way of a call that has come to its end is the one that it went now."""
-        now = UnderWay(call, block, finished, gradients=torch.is_grad_enabled())
+        attempt = Attempt(call, block, finished, gradients=torch.is_grad_enabled())
         try:
-            self._run(now)
+            self._run(attempt)
         except Needed:
-            if call.keeps_all or now.begun or not call.starts_again:
+            if call.keeps_all or attempt.begun or not call.starts_again:
                 problem = f"batch {call.numbered.number}: the model looks at what an earlier block has put out"
                 raise RuntimeError(f"{problem}, which the calls that were tried do not: leave it out") from None
             call.answers, call.keeps_all = [], True
             self.run_to(call, block, finished)
 
-    def _run(self, now: UnderWay) -> UnderWay:
+    def _run(self, attempt: Attempt) -> Attempt:
         """Raises `Needed` if the call asks for what was not kept."""
-        call, self._now, ended = now.call, now, False
-        if now.wanted is not None:
-            now.last = max((n for n, block in enumerate(call.way) if block is now.wanted), default=None)
+        call, self._attempt, ended = attempt.call, attempt, False
+        if attempt.wanted is not None:
+            attempt.last = max((n for n, block in enumerate(call.way) if block is attempt.wanted), default=None)
         state, (copied_call, put_back) = self._state(), with_copied_arguments(call.numbered.call)
         try:
             with ExitStack() as hooks:
-                if now.wanted is not None:  # after all other hooks, which see the output
-                    hooks.callback(now.wanted.register_forward_hook(self._after).remove)
+                if attempt.wanted is not None:  # after all other hooks, which see the output
+                    hooks.callback(attempt.wanted.register_forward_hook(self._after).remove)
                 hooks.enter_context(torch.no_grad())
-                if now.wanted is not None and now.gradients:  # the block's hooks see them, too
-                    hooks.callback(now.wanted.register_forward_pre_hook(_with_gradients, prepend=True).remove)
+                if attempt.wanted is not None and attempt.gradients:  # the block's hooks see them, too
+                    hooks.callback(attempt.wanted.register_forward_pre_hook(_with_gradients, prepend=True).remove)
                 call_model(self.run, copied_call, call.numbered.number, call.numbered.random)
-            ended = not now.over
+            ended = not attempt.over
         except Stop:
             pass
         except Exception as error:
-            if now.guessed and not now.over and not isinstance(error, (*NOT_OF_THE_BATCH, MemoryError)):
+            if attempt.guessed and not attempt.over and not isinstance(error, (*NOT_OF_THE_BATCH, MemoryError)):
                 raise Needed from None  # by what takes no tensor without values
-            if not now.over:
+            if not attempt.over:
                 raise
         finally:
-            self._now = None
+            self._attempt = None
             put_back()
-            if not ended or now.only_shapes:
+            if not ended or attempt.only_shapes:
                 state.put_back()
                 if has_hook(self.run.model):
                     reoffload(self.run.model)
-        if now.needed:  # and the model has caught it
+        if attempt.needed:  # and the model has caught it
             raise Needed
-        if ended and not now.only_shapes:
-            call.way = tuple(now.visits)
-        return now
+        if ended and not attempt.only_shapes:
+            call.way = tuple(attempt.visits)
+        return attempt
 
     # a visit of a block ---------------------------------------------------------------------------------------------
 
     def _visit(self, block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """What a block does in the place of its ``forward``."""
-        now = self._now
-        if now is None:
+        attempt = self._attempt
+        if attempt is None:
             self.outside.add(block)
             return forward(*args, **kwargs)
-        if now.needed:
+        if attempt.needed:
             raise Needed
-        if now.over:
+        if attempt.over:
             raise Stop  # the model has caught the first one
-        index = len(now.visits)
-        now.visits.append(block)
-        answer = self._answer(now, index, block, args, kwargs)
+        index = len(attempt.visits)
+        attempt.visits.append(block)
+        answer = self._answer(attempt, index, block, args, kwargs)
         if answer is None:
-            output = self._computed(now, index, block, forward, args, kwargs)
+            output = self._computed(attempt, index, block, forward, args, kwargs)
         else:
-            output = answer.put_out(args, kwargs, index, now.need)
-            now.guessed |= any(isinstance(x, Unknown) for x in flat_tensors(output))
+            output = answer.put_out(args, kwargs, index, attempt.need)
+            attempt.guessed |= any(isinstance(x, Unknown) for x in flat_tensors(output))
         if self.seen is not None:
-            self.seen(now, block, output, answer is None)
+            self.seen(attempt, block, output, answer is None)
         return output
 
     def _answer(
-        self, now: UnderWay, index: int, block: nn.Module, args: tuple, kwargs: dict[str, Any]
+        self, attempt: Attempt, index: int, block: nn.Module, args: tuple, kwargs: dict[str, Any]
     ) -> Answer | None:
         """The kept output that answers visit ``index`` of the call; None: the block computes."""
-        call = now.call
-        if now.only_shapes:
+        call = attempt.call
+        if attempt.only_shapes:
             for x in flat_tensors((args, kwargs)):
-                now.needs |= dict.fromkeys(x.sources if isinstance(x, Unknown) else (), index)
-            return self.shapes.get((block, signature(args, kwargs))) or now.need()
+                attempt.needs |= dict.fromkeys(x.sources if isinstance(x, Unknown) else (), index)
+            return self.shapes.get((block, signature(args, kwargs))) or attempt.need()
         if index >= len(call.answers):
             return None
         if call.way[index] is not block:
@@ -286,37 +286,39 @@ class Calls:
         return call.answers[index]
 
     def _computed(
-        self, now: UnderWay, index: int, block: nn.Module, forward: Callable, args: tuple, kwargs: dict[str, Any]
+        self, attempt: Attempt, index: int, block: nn.Module, forward: Callable, args: tuple, kwargs: dict[str, Any]
     ) -> Any:
         if any(isinstance(x, Unknown) for x in flat_tensors((args, kwargs))):
-            now.need()
+            attempt.need()
         key, before = (block, signature(args, kwargs)), Arguments(args, kwargs)
-        now.begun |= block is now.wanted
-        output = self._forward(now, block, forward, args, kwargs)
+        attempt.begun |= block is attempt.wanted
+        output = self._forward(attempt, block, forward, args, kwargs)
         answer = Answer.of(output, before, args, kwargs, self._home.get(block))
         if answer is not None:
             self.shapes[key] = answer
-            if index == len(now.call.answers) and block in now.finished:
-                self._keep(now, answer, answer.tensors(output, args, kwargs))
-        if now.last is not None and now.call.way[index : index + 1] != (block,):
-            now.last = None  # another way than before: it is run to its end
+            if index == len(attempt.call.answers) and block in attempt.finished:
+                self._keep(attempt, answer, answer.tensors(output, args, kwargs))
+        if attempt.last is not None and attempt.call.way[index : index + 1] != (block,):
+            attempt.last = None  # another way than before: it is run to its end
         return output
 
     def _after(self, block: nn.Module, args: Any, output: Any) -> None:
-        now = self._now
-        if now is not None and now.last == len(now.visits) - 1:
-            now.over = True
+        attempt = self._attempt
+        if attempt is not None and attempt.last == len(attempt.visits) - 1:
+            attempt.over = True
             raise Stop
 
-    def _forward(self, now: UnderWay, block: nn.Module, forward: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def _forward(
+        self, attempt: Attempt, block: nn.Module, forward: Callable, args: tuple, kwargs: dict[str, Any]
+    ) -> Any:
         """What the block itself does, with its weights where it runs; the block that is wanted has them there."""
         device = self.run.config.device
         self.run.storage.load(block)
-        if block is now.wanted and now.gradients:
+        if block is attempt.wanted and attempt.gradients:
             with torch.inference_mode(False), torch.enable_grad():
                 args, kwargs = map_tensors(lambda x: x.clone() if x.is_inference() else x, (args, kwargs))
                 return forward(*args, **kwargs)
-        in_place = block is now.wanted or self._moved_by_hooks or block is self.run.model or has_hook(block)
+        in_place = block is attempt.wanted or self._moved_by_hooks or block is self.run.model or has_hook(block)
         if device is None or in_place or input_device(block) == device:
             return forward(*args, **kwargs)
         home = input_device(block)
@@ -327,10 +329,10 @@ class Calls:
         finally:
             block.to(home)
 
-    def _keep(self, now: UnderWay, answer: Answer, tensors: Sequence[Tensor]) -> None:
+    def _keep(self, attempt: Attempt, answer: Answer, tensors: Sequence[Tensor]) -> None:
         """Keep those ``tensors`` of a visit that later visits need, and drop earlier ones that none needs any more."""
-        call, index = now.call, len(now.call.answers)
-        newest = {self.stack_of.get(block): n for n, block in enumerate(now.visits)}
+        call, index = attempt.call, len(attempt.call.answers)
+        newest = {self.stack_of.get(block): n for n, block in enumerate(attempt.visits)}
 
         def is_wanted(n: int, number: int) -> bool:
             if call.keeps_all:
@@ -343,7 +345,7 @@ class Calls:
             if earlier.values:
                 values = {number: x for number, x in earlier.values.items() if is_wanted(n, number)}
                 call.answers[n] = replace(earlier, values=values)
-        home, states = self._home.get(now.visits[index]), random_states()
+        home, states = self._home.get(attempt.visits[index]), random_states()
         values = {n: self._hold(x.to(home or x.device), n) for n, x in enumerate(tensors) if is_wanted(index, n)}
         states = shared_states(states, call.answers[-1].random) if call.answers else states
         call.answers.append(replace(answer, values=values, random=states))

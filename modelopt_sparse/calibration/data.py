@@ -96,10 +96,10 @@ def in_steps(calls: Sequence[Call], seed: int | None) -> list[Call]:
     tokens = sum(size * _tokens_of_row(call) for size, call in zip(sizes, calls))
     step_rows = max(1, min(STEP_TOKENS * sum(sizes) // max(tokens, 1), sum(sizes) // LEAST_STEPS))
     made: list[Call] = []
-    for batch, (call, at) in enumerate(zip(calls, accumulate(sizes, initial=0))):
+    for batch, (call, start) in enumerate(zip(calls, accumulate(sizes, initial=0))):
         made += [
-            replace(part, step=(at + part.row) // step_rows, row=(at + part.row) % step_rows, batch=batch)
-            for part in split(call, step_rows, step_rows - at % step_rows)
+            replace(part, step=(start + part.row) // step_rows, row=(start + part.row) % step_rows, batch=batch)
+            for part in split(call, step_rows, step_rows - start % step_rows)
         ]
     steps = [*dict.fromkeys(part.step for part in made)]
     positions = dict(zip(steps, range(len(steps))))

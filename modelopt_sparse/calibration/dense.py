@@ -390,7 +390,7 @@ def _run_loop(dense: DenseRun) -> list[Tried]:
         raise ValueError(
             "forward_loop called no layer; it must run model(...), or parts of it, on the calibration data"
         )
-    return [Tried(now.call, visits) for now, visits in watch.take()]
+    return [Tried(attempt.call, visits) for attempt, visits in watch.take()]
 
 
 def _agree(dense: DenseRun) -> None:
@@ -603,8 +603,8 @@ def blocks_in_call_order(run: Run, data: CalibrationData | None) -> list[BlockTa
     for blockwise, starts in groupby(in_order, lambda start: start in stacks):
         group = list(starts)
         if blockwise:  # blocks of stacks that follow each other, in the order in which calls come to them
-            here = [block for block in blocks if home[block] in group]
-            tasks += [task(home[block], block, partial(walk.at, block)) for block in here]
+            in_group = [block for block in blocks if home[block] in group]
+            tasks += [task(home[block], block, partial(walk.at, block)) for block in in_group]
             continue
         for start in group:
             if isinstance(start, Stack):

@@ -159,7 +159,7 @@ def _token_mask(named: Mapping[str, Any], name: str) -> Tensor:
 def _key_padding(model: nn.Module, named: Mapping[str, Any]) -> dict[Side, Tensor]:
     """torch's own convention: ``*padding_mask`` [batch, sequence], True (or a number below zero) = padding. What
     modules of transformers call ``padding_mask`` is as their attention_mask: 1 = a real token."""
-    hf = any(of.__module__.startswith("transformers.") for of in type(model).mro())
+    hf = any(base.__module__.startswith("transformers.") for base in type(model).mro())
     real = {
         name: value != 0 if hf and name == "padding_mask" else ~value if value.dtype == torch.bool else value == 0
         for name, value in named.items()

@@ -119,9 +119,9 @@ def is_underflowed(square_sums: Tensor) -> Tensor:
     return square_sums.amax(-1) < info.tiny / info.eps
 
 
-def no_data_message(name: str, now: str = "") -> str:
-    """Message for a layer that no token has reached. ``now`` says when that was."""
-    return f"layer {name!r} saw no calibration data{now}: give more varied data, or exclude it"
+def no_data_message(name: str, moment: str = "") -> str:
+    """Message for a layer that no token has reached. ``moment`` says when that was."""
+    return f"layer {name!r} saw no calibration data{moment}: give more varied data, or exclude it"
 
 
 BY_SIZE = "its weights are chosen by size alone"

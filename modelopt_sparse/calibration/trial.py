@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from modelopt_sparse.calibration.calls import AtBlock, Calls, UnderWay, WalkedCall
+from modelopt_sparse.calibration.calls import AtBlock, Attempt, Calls, WalkedCall
 from modelopt_sparse.calibration.data import Call
 from modelopt_sparse.calibration.forward import NumberedCall, PaddingError, forward_context
 from modelopt_sparse.model.devices import dense_rows, flat_tensors, map_batch, parts_within, version
@@ -87,7 +87,7 @@ class Watch:
 
     run: Run
     on: bool = True
-    runs: list[tuple[UnderWay, list[Visit]]] = field(default_factory=list)
+    runs: list[tuple[Attempt, list[Visit]]] = field(default_factory=list)
     _inputs: list[tuple[nn.Module, Fingerprint]] = field(default_factory=list)
 
     @contextmanager
@@ -98,11 +98,11 @@ class Watch:
             if self.on:
                 self._inputs.append((module, fingerprint_of((args, kwargs), exact=exact)))
 
-        def seen(now: UnderWay, block: nn.Module, output: Any, ran: bool) -> None:
+        def seen(attempt: Attempt, block: nn.Module, output: Any, ran: bool) -> None:
             if not self.on:
                 return
-            if not self.runs or self.runs[-1][0] is not now:
-                self.runs.append((now, []))
+            if not self.runs or self.runs[-1][0] is not attempt:
+                self.runs.append((attempt, []))
             self.runs[-1][1].append(Visit(block, self._inputs, fingerprint_of(output, exact=exact) if ran else None))
             self._inputs = []
 
@@ -113,7 +113,7 @@ class Watch:
             hooks.callback(setattr, calls, "seen", None)
             yield
 
-    def take(self) -> list[tuple[UnderWay, list[Visit]]]:
+    def take(self) -> list[tuple[Attempt, list[Visit]]]:
         """The runs since the last time."""
         runs, self.runs, self._inputs = self.runs, [], []
         return runs
@@ -130,8 +130,8 @@ def single_rows(call: Call) -> Iterator[Call]:
     if not plain or len({len(x) for x in tensors}) != 1:
         yield call
         return
-    for at in range(len(tensors[0])):  # made as they are asked for: a batch may have many
-        yield Call(*map_batch(lambda x, at=at: x[at : at + 1], (call.args, call.kwargs)))
+    for row in range(len(tensors[0])):  # made as they are asked for: a batch may have many
+        yield Call(*map_batch(lambda x, row=row: x[row : row + 1], (call.args, call.kwargs)))
 
 
 @dataclass(frozen=True)
@@ -162,9 +162,9 @@ def truth_of(calls: Calls, tried: Sequence[NumberedCall]) -> list[Tried]:
 def is_repeatable(calls: Calls, tried: Sequence[Tried]) -> bool:
     """Whether the calls compute the same as before when they are run whole once more."""
     before = [trial for trial in tried if trial.truth is not None]
-    now = [trial.truth or [] for trial in truth_of(calls, [trial.call.numbered for trial in before])]
+    repeated = [trial.truth or [] for trial in truth_of(calls, [trial.call.numbered for trial in before])]
     truths = [trial.truth or [] for trial in before]
-    return all(_alike(visits, truth) and len(visits) == len(truth) for visits, truth in zip(now, truths))
+    return all(_alike(visits, truth) and len(visits) == len(truth) for visits, truth in zip(repeated, truths))
 
 
 def _alike(visits: Sequence[Visit], truth: Sequence[Visit]) -> bool:
@@ -183,13 +183,13 @@ def rehearse(walk: AtBlock, tried: Sequence[Tried], watch: Watch) -> Problem | N
         for block in walk.order.blocks:
             stack = calls.stack_of[block]
             run.storage.load(block)  # before it moves to the execution device
-            here = walk.at(block)
-            with here.on_device(), watch.watching(calls):
+            at_block = walk.at(block)
+            with at_block.on_device(), watch.watching(calls):
                 for _ in range(2 if block is walk.order.blocks[-1] else 1):
-                    here.collect()
-                here.advance()
-            for now, visits in watch.take():
-                expected = truth[id(now.call.numbered)]
+                    at_block.collect()
+                at_block.advance()
+            for attempt, visits in watch.take():
+                expected = truth[id(attempt.call.numbered)]
                 if expected is not None and not _alike(visits, expected):
                     return stack, OTHER_OUTPUT
     except (PaddingError, Unreadable):

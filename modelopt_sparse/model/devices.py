@@ -323,8 +323,8 @@ def _cgroup_limits() -> Iterator[int]:
     for line in groups.read_text().splitlines() if groups.is_file() else ():
         _, controllers, path = line.split(":", 2)
         root, name = roots.get(controllers, (None, ""))
-        for at in accumulate(Path(path).parts[1:], Path.joinpath, initial=root) if root is not None else ():
-            if (at / name).is_file() and (text := (at / name).read_text().strip()).isdecimal():
+        for folder in accumulate(Path(path).parts[1:], Path.joinpath, initial=root) if root is not None else ():
+            if (folder / name).is_file() and (text := (folder / name).read_text().strip()).isdecimal():
                 yield int(text)
 
 

@@ -716,8 +716,8 @@ def _cut(holder: Callable[[], Any], name: str, gradient: Tensor) -> Tensor | Non
         return _masked_sparse(gradient, mask)
     if name in module.faint_parameters:
         return faint_gradient(gradient, mask_like(mask, gradient))
-    of, *versions = getattr(gradient, "masked", (None,))
-    if of is mask and versions == [mask._version, gradient._version]:
+    masked_by, *versions = getattr(gradient, "masked", (None,))
+    if masked_by is mask and versions == [mask._version, gradient._version]:
         return None
     mask = mask_like(mask, gradient)
     if torch.is_grad_enabled() or is_sharded(gradient) or is_recorded(gradient):

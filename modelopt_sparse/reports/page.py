@@ -406,10 +406,10 @@ def figures_of(report: "Report", masks: Mapping[str, Tensor]) -> list[Figure | N
     ]
 
 
-def _shrunk(shrunk: Shrunk, by: str | None) -> list[Figure | None]:
+def _shrunk(shrunk: Shrunk, divergence: str | None) -> list[Figure | None]:
     """What a model was shrunk by: the divergence after each step, errors by block, and the scores of experts."""
     bars = {"type": "bar", "x": [*shrunk.kl], "y": [*shrunk.kl.values()]}
-    layout = {"yaxis": _axis("{} from the model before, in {}".format(*in_words(by)), rangemode="tozero")}
+    layout = {"yaxis": _axis("{} from the model before, in {}".format(*in_words(divergence)), rangemode="tozero")}
     held = "On the calibration batches held back."
     errors = [
         (state, place_of(name)[0], error)

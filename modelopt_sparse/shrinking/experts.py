@@ -60,9 +60,9 @@ class ExpertSums:
         ):
             total.index_add_(0, index.flatten(), values.double().flatten().cpu())
         for part in range(0, len(index), TOKENS):
-            at = slice(part, part + TOKENS)
-            gated = outputs_TkR[at] * factors_Tk[at, ..., None].to(outputs_TkR.dtype)
-            pairs = index[at, :, None] * len(self.tokens) + index[at, None, :]
+            chunk = slice(part, part + TOKENS)
+            gated = outputs_TkR[chunk] * factors_Tk[chunk, ..., None].to(outputs_TkR.dtype)
+            pairs = index[chunk, :, None] * len(self.tokens) + index[chunk, None, :]
             inner = (gated @ gated.mT).double().cpu()
             self.products.view(-1).index_add_(0, pairs.flatten(), inner.flatten())
 
@@ -192,8 +192,8 @@ def _refitted(
             layer = choice.group.consumer
             modules[layer.name] = block.get_submodule(paths[layer.owner])
             (hooked,) = layer.hooked_modules
-            at = block.get_submodule(paths[hooked])
-            at.register_forward_pre_hook(partial(hold, layer), with_kwargs=True)
+            hooked_module = block.get_submodule(paths[hooked])
+            hooked_module.register_forward_pre_hook(partial(hold, layer), with_kwargs=True)
 
     def hold(layer: Layer, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if not (left := seen.outputs.get((layer.name, seen.number))):

@@ -91,8 +91,8 @@ def least_squares(weight_RC: Tensor, kept_K: Tensor, gram_CC: Tensor, judge_CC: 
         damped.diagonal().add_(damping * mean)
         goal = weight @ gram[:, kept_K] + weight[:, kept_K] * (damping * mean)
         values = torch.cholesky_solve(goal.mT, torch.linalg.cholesky(damped)).mT.to(weight_RC.dtype).double()
-        if (now := error(values)) < least:
-            best, least = values, now
+        if (new_error := error(values)) < least:
+            best, least = values, new_error
     return best.to(weight_RC.dtype), as_is, least
 
 
@@ -160,15 +160,15 @@ def refit_experts(
     matrices_ERC = adapter.matrix(module, old).float().clone()
 
     def measure(number: int) -> tuple[float, float]:
-        here = [call for call in calls if call.number == number]
-        return sum(float(call.residual.double().square().sum()) for call in here), sum(call.energy for call in here)
+        same = [call for call in calls if call.number == number]
+        return sum(float(call.residual.double().square().sum()) for call in same), sum(call.energy for call in same)
 
     errors = [batches.validation_error(measure)]
     for expert in [*range(len(matrices_ERC))] * SWEEPS:
-        mine = [call for call in calls if expert in call.routes]
-        seen = [adapter.hidden(module, expert, call.routes[expert].rows).float() * call.gates[expert] for call in mine]
+        routed = [call for call in calls if expert in call.routes]
+        seen = [adapter.hidden(module, expert, x.routes[expert].rows).float() * x.gates[expert] for x in routed]
         sums: dict[bool, Tensor] = {}  # of the calls that judge, and of the others
-        for call, rows in zip(mine, seen):
+        for call, rows in zip(routed, seen):
             judges, both = call.number in judging, torch.cat([rows, call.residual[call.tokens(expert)]], dim=1)
             sums[judges] = add_product(sums.get(judges), both)
         sums = {judges: completed(gram) for judges, gram in sums.items()}
@@ -176,7 +176,7 @@ def refit_experts(
         change = _change(grams.get(False), grams.get(True), matrices_ERC.shape[-1])
         if change is not None:
             matrices_ERC[expert] += change
-            for call, rows in zip(mine, seen):
+            for call, rows in zip(routed, seen):
                 call.subtract_output(expert, rows @ change.mT)
     return adapter.unmatrix(module, matrices_ERC).to(old.dtype), [*errors, batches.validation_error(measure)]
 
@@ -196,10 +196,10 @@ def _change(fitted: Tensor | None, judging: Tensor | None, columns: int) -> Tens
     for damping in DAMPINGS:
         factor = torch.linalg.cholesky(among + eye * (damping * among.diagonal().mean()))
         change = torch.cholesky_solve(fitted[:columns, columns:], factor).mT
-        now = float(
+        new_error = float(
             ((change @ judging[:columns, :columns]) * change).sum()
             - 2 * (change.mT * judging[:columns, columns:]).sum()
         )
-        if now < least:
-            best, least = change.float(), now
+        if new_error < least:
+            best, least = change.float(), new_error
     return best

@@ -65,8 +65,8 @@ def write_aliases(config: PreTrainedConfig, name: str) -> None:
     where transformers writes "num_local_experts" alone."""
     path, _, key = name.rpartition(".")
     part = dict(_parts(config))[path]
-    for alias, of in part.attribute_map.items():
-        if of == key:
+    for alias, name_of_alias in part.attribute_map.items():
+        if name_of_alias == key:
             vars(part)[alias] = getattr(part, key)
 
 

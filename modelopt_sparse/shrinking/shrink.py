@@ -167,8 +167,8 @@ def _best(data: CalibrationData, tried: Sequence[TargetSizes], selection: Criter
         if len(divergences) - divergences.index(min(divergences)) > WORSE:
             break
     measured = "; ".join(f"{sizes}: {kl:.4f}" for sizes, kl in zip(tried, divergences))
-    by, _ = in_words(run.report.settings.get("divergence"))
-    run.report.notes.append(f"budget {budget}: {by} after {TRIAL_EPOCHS} epoch of reconstruction: {measured}")
+    measure, _ = in_words(run.report.settings.get("divergence"))
+    run.report.notes.append(f"budget {budget}: {measure} after {TRIAL_EPOCHS} epoch of reconstruction: {measured}")
     return tried[divergences.index(min(divergences))]
 
 
@@ -278,7 +278,7 @@ def _complete(
     """Cut the rest, which needs no data, and leave the report."""
     model: Any = run.model
     cutting.everything(model)
-    shrunk.costs.update({name: [before[name], now] for name, now in costs(model).items()})
+    shrunk.costs.update({name: [before[name], new] for name, new in costs(model).items()})
     shrunk.costs.update(seconds)
     run.report.shrunk = shrunk
     attach_report(model, run.report)

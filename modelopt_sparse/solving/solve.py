@@ -231,8 +231,8 @@ class PieceSizes:
     @property
     def notes(self) -> list[str]:
         """The report's note on pieces that memory has forced."""
-        now = {"expert": (self.experts, self._whole[0]), "row": (self.rows, self._whole[1])}
-        sizes = [f"one {unit}" if n == 1 else f"{n} {unit}s" for unit, (n, whole) in now.items() if n < whole]
+        limits = {"expert": (self.experts, self._whole[0]), "row": (self.rows, self._whole[1])}
+        sizes = [f"one {unit}" if n == 1 else f"{n} {unit}s" for unit, (n, whole) in limits.items() if n < whole]
         return [f"solved {', '.join(f'{size} at a time' for size in sizes)}, because memory ran out"] if sizes else []
 
 
@@ -303,7 +303,7 @@ def assign_owners(groups: Sequence[Sequence[LayerPlan]], run: Run) -> dict[str, 
                     group_number = -1 - len(waiting) if alone else number
                     waiting.append((solved, prepared, group_number, layer_plan.name, experts))
     for solved, prepared, number, name, experts in sorted(waiting, key=lambda work: -work[0]):
-        ends = [now + solved + (0 if number in known else prepared) for now, known in zip(load, has)]
+        ends = [busy + solved + (0 if number in known else prepared) for busy, known in zip(load, has)]
         owner = ends.index(min(ends))
         load[owner], owners[name][experts] = ends[owner], owner
         has[owner].add(number)

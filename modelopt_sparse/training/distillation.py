@@ -92,7 +92,7 @@ def distill(
     if square_head:
         end.enter_context(student.register_forward_pre_hook(_ask_for_hidden_states, with_kwargs=True))
     # a closure: a deepcopy of the model copies what is bound to a partial or to a method, which would be the teacher
-    end.enter_context(student.register_forward_hook(lambda *it: _distilled(weights, teacher, *it), with_kwargs=True))
+    end.enter_context(student.register_forward_hook(lambda *x: _distilled(weights, teacher, *x), with_kwargs=True))
     return end
 
 
@@ -150,7 +150,7 @@ def _ask(teacher: nn.Module, student: nn.Module, args: tuple, kwargs: Mapping[st
 def _positional(module: nn.Module) -> list[str]:
     """The names of the arguments that ``module.forward`` takes by position."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [name for name, it in inspect.signature(module.forward).parameters.items() if it.kind in kinds]
+    return [name for name, parameter in inspect.signature(module.forward).parameters.items() if parameter.kind in kinds]
 
 
 # the loss -------------------------------------------------------------------------------------------------------------
@@ -187,10 +187,10 @@ def _loss(
     return loss
 
 
-def _logits(output: Any, who: str) -> Tensor:
+def _logits(output: Any, side: str) -> Tensor:
     logits = output.get("logits") if isinstance(output, Mapping) else None
     if not isinstance(logits, Tensor) or logits.dim() not in (2, 3):
-        raise ValueError(f"distill: the {who} gives no logits: use one with a head, without return_dict=False")
+        raise ValueError(f"distill: the {side} gives no logits: use one with a head, without return_dict=False")
     return logits
 
 
@@ -228,10 +228,10 @@ def _token_mask(student: nn.Module, named: Mapping[str, Any], shape: torch.Size)
 # SquareHead -----------------------------------------------------------------------------------------------------------
 
 
-def _hidden_states(output: Any, who: str) -> tuple[Tensor, ...]:
+def _hidden_states(output: Any, side: str) -> tuple[Tensor, ...]:
     states = output.get("hidden_states") if isinstance(output, Mapping) else None
     if not states:
-        raise ValueError(f"distill: the {who} gives no hidden_states: leave square_head out")
+        raise ValueError(f"distill: the {side} gives no hidden_states: leave square_head out")
     return tuple(states)[1:] or tuple(states)  # the first are the embeddings, which are no layer
 
 

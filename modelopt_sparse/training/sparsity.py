@@ -336,8 +336,8 @@ class Sparsity(ABC):
         if record is None:
             raise ValueError(f"{where!r} is of another algorithm, or was trained with other options")
         finished = int(record["step"])
-        if (theirs := record.get(TRAINER, finished)) != step:
-            raise ValueError(f"{where!r} holds masks of step {theirs}, and weights of step {step}")
+        if (trainer_step := record.get(TRAINER, finished)) != step:
+            raise ValueError(f"{where!r} holds masks of step {trainer_step}, and weights of step {step}")
         if self._model is None:
             self.apply(model)
         self._restart(finished)

@@ -235,7 +235,7 @@ def _ends(model: nn.Module, example: Any) -> dict[nn.Module, set[str]]:
     calls: list[tuple[nn.Module, Any, Any]] = []  # what they hold keeps its memory, so that none is used twice
     with calibrating(model), ExitStack() as hooks:
         for module in ends:
-            hooks.enter_context(module.register_forward_hook(lambda *it: calls.append(it)))
+            hooks.enter_context(module.register_forward_hook(lambda *seen: calls.append(seen)))
         outputs = _memory(call(model, example))
     reached = {module for module, _, _ in calls}
     if missed := [path for path, module in model.named_modules() if module in ends and module not in reached]:
@@ -284,11 +284,11 @@ def _check(model: nn.Module, wide: nn.Module, example: Any) -> None:
 
     dense = shapes(model)
     try:
-        now = shapes(wide)
+        wider = shapes(wide)
     except (RuntimeError, ValueError, TypeError) as error:
         raise ValueError(f"this {type(model).__name__} does not run when its layers are wider: {error}") from error
-    if dense != now:
-        raise ValueError(f"this {type(model).__name__} gives {now} instead of {dense} when its layers are wider")
+    if dense != wider:
+        raise ValueError(f"this {type(model).__name__} gives {wider} instead of {dense} when its layers are wider")
 
 
 # several layers for one -----------------------------------------------------------------------------------------------
