@@ -32,7 +32,8 @@ def grouped(values: Iterable[Value], key: Callable[[Value], Key]) -> dict[Key, l
 
 
 class Stream(Iterable[Value]):
-    """What an iterator gives, as often as it is asked for. It is read no further than somebody asks."""
+    """The values of an iterator, which can be gone through any number of times. It is read no further than somebody
+    asks."""
 
     def __init__(self, values: Iterator[Value]) -> None:
         self._rest, self._read = values, list[Value]()

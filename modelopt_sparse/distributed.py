@@ -70,7 +70,7 @@ def first_difference(values: Mapping[str, Any]) -> tuple[str, int] | None:
 
 
 def count_processes(asked: bool | None) -> int:
-    """How many processes work together where the option ``distributed`` is ``asked``.
+    """The number of processes that work together where the option ``distributed`` is ``asked``.
 
     None: those of the default group, or this one where there is none; True: those of the group; False: this one alone.
     Raises ValueError for True without a group.

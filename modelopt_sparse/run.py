@@ -44,7 +44,7 @@ def refuse_unusable(layer: Layer) -> None:
 
 
 class Storage(ABC):
-    """What holds the blocks of a model. ``resident``: all at once, so that the whole model can be called at any time.
+    """Holds the blocks of a model. ``resident``: all at once, so that the whole model can be called at any time.
     ``spills``: activations are held on disk. ``reused``: how many blocks so far are those of a run that was stopped."""
 
     resident = True

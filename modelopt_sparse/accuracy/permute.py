@@ -98,7 +98,8 @@ def permute(block: BlockTask, inputs: Inputs, run: Run, undo: ExitStack) -> dict
 
 
 def possible_permutations(model: nn.Module, stages: Sequence[Sequence[LayerPlan]]) -> Iterator[Permutation]:
-    """What might be reordered in a block, for every layer that has its input alone, with those called right before it.
+    """Yield the permutations to try in a block: for every layer that has its input alone, with layers called right
+    before it.
 
     ``stages`` are the layers of the block by the input that they share, in call order. Only plain linear layers that
     one module holds and that carry no mask yet. Layers that share an input cannot take another order of it each.

@@ -74,7 +74,7 @@ AS_SOLVED = 0.0  # the rate that changes nothing
 
 
 class Way(NamedTuple):
-    """How a block is tuned: the learning rate, whether its masks move, and whether its errors are those of the Fisher
+    """A way to tune a block: the learning rate, whether its masks move, and whether its errors are those of the Fisher
     metric."""
 
     rate: float
@@ -209,7 +209,7 @@ def _tuned_parts(
 
 
 def _token_masks(block: BlockTask, inputs: AtBlock, goals: list[Tensor]) -> list[Tensor | None]:
-    """Which tokens of a block's outputs are real, on each batch; None: all."""
+    """The real tokens of a block's outputs, by batch, as bool masks; None: all are real."""
     masks = [call.numbered.masks.at(inputs.data.sides[inputs.block]) for call in inputs.calls]
     for mask, goal in zip(masks, goals):
         if mask is not None and goal.shape[:-1] != mask.shape:

@@ -74,7 +74,7 @@ class BatchNumbers:
 
     @property
     def tuned_on(self) -> int:
-        """How many numbers, the first ones, are tuned on."""
+        """The number of those that are tuned on, which come first."""
         return self.held_back.start
 
     def validation_error(self, measure: Callable[[int], Sequence[float]]) -> float:
@@ -455,7 +455,7 @@ def schedule(step: int, steps: int) -> float:
 
 
 def outputs_of(layer_plans: Iterable[LayerPlan]) -> dict[nn.Parameter, int]:
-    """How many outputs the weights of layers have, as they are now."""
+    """Weight -> its number of outputs (rows of all of its matrices), for layers as they are now."""
     matrices = {plan.layer.parameter: plan.layer.matrix(plan.layer.parameter) for plan in layer_plans}
     return {parameter: matrix.numel() // matrix.shape[-1] for parameter, matrix in matrices.items()}
 

@@ -66,11 +66,11 @@ class ChoiceCosts:
         return [choices + choices[:1] * (most - len(choices)) for choices in by_group]
 
     def dense(self, unit: str) -> int:
-        """What all layers cost as they are."""
+        """The cost of all layers as they are."""
         return self.cost(unit, dict.fromkeys(self.losses))
 
     def cost(self, unit: str, chosen: Chosen) -> int:
-        """What all layers cost, in whole numbers: weights that stay, bytes, or FLOPs of a token or sample."""
+        """The cost of all layers, in whole numbers: weights that stay, bytes, or FLOPs of a token or sample."""
         return sum(self._cost_of(unit, group, chosen) for group in self.groups)
 
     def _cost_of(self, unit: str, group: Sequence[LayerPlan], chosen: Chosen) -> int:

@@ -122,8 +122,8 @@ def _loss(
 
 
 def divergences(data: CalibrationData, plans: Sequence[Chosen]) -> list[float]:
-    """How far the output of each plan is from the dense one on the batches held back, of all processes, before any
-    repair, with solutions of dense inputs."""
+    """Measure the divergence of each plan from the dense model on the batches held back, of all processes, with
+    solutions of dense inputs and without any repair."""
     run, weights = data.run, {}
     wanted = {name: [*dict.fromkeys(p for plan in plans if (p := plan[name]))] for name in plans[0]}
     for layer_plan, _, weight in solutions(data, wanted):

@@ -184,7 +184,7 @@ def mappings(args: tuple, kwargs: dict[str, Any]) -> list[MutableMapping[Any, An
 
 
 def signature(args: tuple, kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """What tells the shapes of a block's output: shapes and types of its arguments, and numbers among them."""
+    """A key for the shapes of a block's output: shapes and types of its arguments, and numbers among them."""
     leaves = []
     for leaf in leaves_of((args, kwargs)):
         constant = leaf if isinstance(leaf, (bool, int, float, str)) else type(leaf)

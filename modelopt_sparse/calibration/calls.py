@@ -247,7 +247,7 @@ class Calls:
     # a visit of a block ---------------------------------------------------------------------------------------------
 
     def _visit(self, block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """What a block does in the place of its ``forward``."""
+        """Take the place of a block's ``forward``: answer with a kept output, compute, or stop the call."""
         attempt = self._attempt
         if attempt is None:
             self.outside.add(block)
@@ -311,7 +311,7 @@ class Calls:
     def _forward(
         self, attempt: Attempt, block: nn.Module, forward: Callable, args: tuple, kwargs: dict[str, Any]
     ) -> Any:
-        """What the block itself does, with its weights where it runs; the block that is wanted has them there."""
+        """Run the block itself, with its weights where it runs; those of the wanted block are there."""
         device = self.run.config.device
         self.run.storage.load(block)
         if block is attempt.wanted and attempt.gradients:
@@ -394,7 +394,8 @@ class WholeModel:
         self._data.run_model(begin, hooks)
 
     def advance(self) -> None:
-        """The next run goes through the block as it is then."""
+        """Let the block answer with its output, as it is now, from here on. A block that stays as it is, and at hand,
+        runs when the next one is wanted, which saves a run of what lies before it."""
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,7 @@ def batch_rows(args: tuple, kwargs: Mapping[str, Any]) -> int:
 
 
 def validation_count(steps: int, one_of: int = HELD_BACK) -> int:
-    """How many of the steps of the user's data, the last ones, only judge where blocks are tuned."""
+    """Number of steps of the user's data, the last ones, that only judge where blocks are tuned."""
     return max(1, steps // one_of)
 
 
@@ -111,7 +111,7 @@ def in_steps(calls: Sequence[Call], seed: int | None) -> list[Call]:
 
 
 def _tokens_of_row(call: Call) -> int:
-    """How many tokens a row of a batch has, at most; an image, or what is not known, counts as PATCHES."""
+    """The most tokens that a row of a batch has; an image, or what is not known, counts as PATCHES."""
     sizes = [1]
     for x in flat_tensors((call.args, call.kwargs)):
         if x.is_nested or x.dim() > 3:
@@ -151,7 +151,7 @@ def split(call: Call, rows: int, first: int | None = None) -> list[Call]:
 
 
 def held_back(calls: Sequence[Call]) -> int:
-    """How many of the user's calls, the last ones, only judge where blocks are tuned."""
+    """Number of the user's calls, the last ones, that only judge where blocks are tuned."""
     steps = [-1 - number if call.step is None else call.step for number, call in enumerate(calls)]
     judges = [*dict.fromkeys(steps)][-validation_count(len(set(steps))) :]
     return sum(step in judges for step in steps)
@@ -186,7 +186,7 @@ def _as_call(batch: Any, config: SparsifyConfig, model: nn.Module) -> Call:
 
 
 def source_of(config: SparsifyConfig) -> str:
-    """What the report says of where data came from. Of a path the last part: the report may be published."""
+    """Name of the data's source, for the report. Of a path the last part: the report may be published."""
     data = config.data_loader if config.data is None else config.data
     if config.forward_loop is not None:
         return "forward_loop"
@@ -231,7 +231,7 @@ def _enough(config: SparsifyConfig, seq_len: int) -> Any:
 
 
 def _drawn(rows: int, config: SparsifyConfig) -> Tensor:
-    """Which of so many rows are drawn without replacement, in their order."""
+    """Draw rows without replacement by the seed -> their indices, ascending."""
     order = torch.randperm(rows, generator=torch.Generator().manual_seed(config.seed))
     return order[: config.num_samples].sort().values
 
@@ -374,7 +374,7 @@ def is_dataset(data: Any) -> bool:
 
 
 def _processed(config: SparsifyConfig) -> Iterator[Mapping[str, Any]]:
-    """What a processor makes of images in batches, or of chats with images one by one. Raises ValueError for text."""
+    """Run the processor on images in batches, or on chats with images one by one. Raises ValueError for text."""
     data, processor, size = config.data, config.processor, config.batch_size or IMAGES_PER_BATCH
     if isinstance(data, (str, Path)):
         data = open_dataset(data)

@@ -266,8 +266,8 @@ def _without_others(run: Run, others: Mapping[str, bool | None], read: Collectio
 
 
 def kind_of(numbered: NumberedCall) -> list[Any]:
-    """What two calls of the model have in common if they take the same way through it: all but the values of tensors,
-    and whether there is padding."""
+    """A key that calls have in common if they take the same way through the model: all but the values of tensors, and
+    whether there is padding."""
     return [_structure((numbered.call.args, numbered.call.kwargs), ()), _all_real(numbered)]
 
 

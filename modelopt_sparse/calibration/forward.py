@@ -86,7 +86,8 @@ class PaddingOfCall:
             self.notes += [note] if note not in self.notes else []
 
     def at(self, around: Around) -> Tensor | None:
-        """Which tokens are real at a place: what the innermost module around it has been told. Raises PaddingError."""
+        """The mask of real tokens at a place: that of the innermost module around it that has been told. Raises
+        PaddingError."""
         told = [self.told[outer] for outer in around if outer in self.told]
         mask = next((mask for mask in told if not isinstance(mask, PaddingError)), told[0] if told else None)
         if isinstance(mask, PaddingError):
@@ -202,8 +203,8 @@ def sides_of(run: Run) -> Mapping[nn.Module, Around]:
 
 
 def _sides(model: nn.Module) -> dict[nn.Module, Side]:
-    """Which modules belong to the encoder of an encoder-decoder model, or to an image encoder in a text model; all
-    others to the decoder."""
+    """The side of each module: the encoder of an encoder-decoder model, an image encoder in a text model, or else the
+    decoder."""
     sides: dict[nn.Module, Side] = dict.fromkeys(model.modules(), "decoder")
     for module in model.modules() if takes(model, "input_ids") else ():
         if takes(module, "pixel_values") and not takes(module, "input_ids"):
@@ -320,8 +321,8 @@ def input_hooks(
 
 
 def input_key(layer: Layer, inputs: tuple[Tensor, ...]) -> tuple:
-    """What makes two layers' inputs the same while both are alive: the same objects, with nothing written to them in
-    between, that meet the weights in the same way."""
+    """A key that two layers' inputs have in common while both are alive: the same objects, with nothing written to them
+    in between, that meet the weights in the same way."""
     return (*((id(x), version(x)) for x in inputs), layer.adapter.signature(layer.owner))
 
 
@@ -419,7 +420,7 @@ class CalibrationData:
         return sides_of(self.run)
 
     def masks_of(self, call: Call) -> PaddingOfCall:
-        """Which tokens of a call are padding, as far as its arguments say so."""
+        """The padding of a call, as far as its arguments tell it."""
         masks = PaddingOfCall(self.run.model, self.run.report.notes)
         if not self.run.config.count_padding:
             masks.tell(self.run.model, call.args, call.kwargs)
@@ -463,7 +464,7 @@ class CalibrationData:
                 call_model(run, calls[number], number)
 
     def output_of(self, number: int) -> tuple[Any, Tensor | None]:
-        """What the model puts out in the call of this number, and which of the call's tokens are padding."""
+        """Run the call of this number -> (the model's output, the mask of its real tokens)."""
         outputs: list[Any] = []
         seen: list[NumberedCall] = []
         with self.run.model.register_forward_hook(lambda module, args, output: outputs.append(output)):
@@ -567,7 +568,7 @@ def _check_share(calls: list[Call], sha256: str, run: Run) -> None:
 
 @contextmanager
 def forward_context(run: Run) -> Iterator[None]:
-    """What forwards run in: every module called, and the precision that the user asked for, on every device that the
+    """Context for forwards: every module is called, in the precision that the user asked for, on every device that the
     model or a part of it runs on. No solver runs in it."""
     config, mha = run.config, torch.backends.mha
     with ExitStack() as contexts:

@@ -218,8 +218,8 @@ def own_calls(
 
 
 def _prompts(calls: Sequence[Call], held_back: int, config: SparsifyConfig, model: nn.Module) -> tuple[Prompts, int]:
-    """What texts begin with, and how many tokens they may have: the user's chats up to the model's turn, or else cuts
-    of the user's tokens; not of what the last ``held_back`` calls judge by."""
+    """Choose what texts begin with, and the most tokens they may have: the user's chats up to the model's turn, or else
+    cuts of the user's tokens; not of what the last ``held_back`` calls judge by."""
     rows = token_rows(calls)
     length = max(map(len, rows))
     judges = len(token_rows(calls[len(calls) - held_back :])) if held_back else 0

@@ -607,7 +607,7 @@ def sum_up(
     *,
     go_on: bool = False,
 ) -> Groups:
-    """What the ``collector`` sums up over all calls of all processes.
+    """Let the ``collector`` sum up over all calls of all processes.
 
     If layers share an input in some calls only, each sums for itself in another pass; raises ValueError if the calls
     ``go_on``, so that there is none.

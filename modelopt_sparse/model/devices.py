@@ -439,7 +439,7 @@ def refuse_offloaded(model: nn.Module, blocks: Iterable[nn.Module], option: str)
 
 
 def _source(hook: AlignDevicesHook, param: str) -> tuple[Any, str]:
-    """Where the hook finds the weights of its module, and the name of a parameter there."""
+    """(the object in which the hook finds the weights of its module, the name of a parameter there)."""
     source = hook.weights_map
     return (source.dataset, f"{source.prefix}{param}") if isinstance(source, PrefixedDataset) else (source, param)
 

@@ -253,13 +253,13 @@ class Layer:
 
     @property
     def values(self) -> Tensor:
-        """Where the parameter's values really are: accelerate may hold them elsewhere between calls."""
+        """The tensor that holds the parameter's values: accelerate may hold them elsewhere between calls."""
         return stored(self.owner, self.param).detach()
 
     @property
     def mask(self) -> Tensor | None:
-        """What all modules that hold the parameter keep by their masks, True = kept, ``[..., R, C]``; None without a
-        mask."""
+        """The mask that all modules which hold the parameter have in common, True = kept, ``[..., R, C]``; None without
+        one."""
         masks = [dict(named_masks(module)).get(self.param) for module in (self.owner, *self.tied_modules)]
         carried = [self.matrix(mask) for mask in masks if mask is not None]
         return functools.reduce(torch.logical_and, carried) if carried else None

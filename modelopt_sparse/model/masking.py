@@ -437,13 +437,13 @@ def _forward_linear(self: SparseModule, *args: Any, **kwargs: Any) -> Any:
 
 
 def _masked(module: SparseModule, name: str, weight: Any) -> Any:
-    """What reads a weight: itself, zero at pruned places, with gradients that are cut; or else a masked copy.
+    """The weight that a reader gets: itself, zero at pruned places, with gradients that are cut; or else a masked copy.
 
     - A Parameter is zeroed in its own memory, and a hook on it cuts its gradient. A masked copy would stay alive until
       the backward pass, for every layer.
     - In a graph that runs later a masked copy is made; of a compiled one, once more in the backward pass.
-    - Tensors that are no Parameter belong to the caller (functional_call), and so do Parameters without a gradient
-      that are not the module's own: a masked copy is freed after the call.
+    - Tensors that are no Parameter belong to the caller (functional_call), and so do Parameters without a gradient that
+      are not the module's own: a masked copy is freed after the call.
     """
     own_mask = module._buffers.get(name + SUFFIX)
     if own_mask is None or weight is None:

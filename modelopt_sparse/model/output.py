@@ -100,7 +100,7 @@ class Output:
         return rows[mask.flatten().to(x.device, torch.bool)] if mask is not None and len(rows) == mask.numel() else x
 
     def apart(self, sparse: "Output") -> Tensor:
-        """How far ``sparse`` is from this dense output, for each row ``[T]``; of "squared" the square of each number,
+        """Distance of ``sparse`` from this dense output, for each row ``[T]``; of "squared" the square of each number,
         not yet in parts of the variance. The gradient is that of ``sparse``."""
         p, q = self._real(self.values).to(sparse.values.device), sparse._real(sparse.values)
         if p.shape != q.shape:

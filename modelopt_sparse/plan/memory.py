@@ -132,7 +132,8 @@ def _streamed(
 
 
 def experts_at_once(layer_plan: LayerPlan, config: SparsifyConfig) -> int | None:
-    """How many experts of a mixture are solved together under ``memory_limit``; None if all of them are, or no mixture.
+    """Number of experts of a mixture that are solved together under ``memory_limit``; None if all are, or it is no
+    mixture.
 
     Raises ValueError if not even one fits.
     """
@@ -153,9 +154,10 @@ def experts_per_token(model: nn.Module) -> int | None:
 
 
 def lacking(plan: Plan, config: SparsifyConfig) -> str | None:
-    """Which layers need more at once than there is on their device, whatever else is freed and however small their
-    pieces, and what to do: room for the sums of their inputs, and beside those of a matrix for what `sparsegpt`, `alps`
-    and polish make of them: the damped Gram matrix, and two more on the way to its factor, or to the scaled one."""
+    """Say which layers need more at once than their device has, whatever else is freed and however small their pieces,
+    and what to do. They need room for the sums of their inputs, and beside those of a matrix for what `sparsegpt`,
+    `alps` and polish make of them: the damped Gram matrix, and two more on the way to its factor, or to the scaled
+    one."""
     short = []
     for layer_plan in plan.layers:
         device = config.device or input_device(layer_plan.layer.owner)
@@ -169,7 +171,7 @@ def lacking(plan: Plan, config: SparsifyConfig) -> str | None:
 
 
 def tight(plan: Plan, config: SparsifyConfig) -> str | None:
-    """Where a run may take more than is free now, and what to do."""
+    """Say where a run may take more than is free now, and what to do."""
     layer = plan.layers[0].layer
     device = str(config.device or input_device(layer.owner))
     for name, parts in (plan.streamed if plan.streamed and layer.values.is_meta else {device: plan.memory}).items():

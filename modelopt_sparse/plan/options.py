@@ -600,7 +600,7 @@ class SparsifyConfig:
         return default_batch_size(seq_len, device)
 
     def counts(self) -> dict[str, Any]:
-        """What counts of the model's output, and by which divergence, as far as the user says it; by names."""
+        """The options output and divergence that the user has set, by name."""
         return {name: name_of(value) for name in OF_OUTPUT if (value := getattr(self, name)) is not None}
 
     def settings(self) -> dict[str, Any]:
@@ -662,7 +662,7 @@ def _check_types(config: SparsifyConfig) -> None:
 
 
 def _problems(config: SparsifyConfig) -> Iterator[str]:
-    """What is wrong with options that do not go together."""
+    """Yield what is wrong with options that do not go together."""
     sources = [name for name in ("data_loader", "forward_loop", "data") if getattr(config, name) is not None]
     writes, loop, images = config.writes_its_data, config.forward_loop is not None, config.processor is not None
     reconstruct, distill, masks = config.reconstruct, config.must_distill, config.masks is not None

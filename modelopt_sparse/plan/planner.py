@@ -339,7 +339,7 @@ DEFAULT_METHOD = "sparsegpt"
 def resolve(
     method: object, config: SparsifyConfig | Mapping[str, Any] | None, options: Mapping[str, Any]
 ) -> tuple[Method, SparsifyConfig]:
-    """What the user gave -> the method and the checked config. Without a method, ``masks`` or ``quality`` choose.
+    """Resolve the user's input to the method and the checked config. Without a method, ``masks`` or ``quality`` choose.
 
     ``mode`` among the options is ModelOpt's name for the method.
     """

@@ -407,7 +407,7 @@ def figures_of(report: "Report", masks: Mapping[str, Tensor]) -> list[Figure | N
 
 
 def _shrunk(shrunk: Shrunk, divergence: str | None) -> list[Figure | None]:
-    """What a model was shrunk by: the divergence after each step, errors by block, and the scores of experts."""
+    """Figures of a shrunk model: the divergence after each step, errors by block, and the scores of experts."""
     bars = {"type": "bar", "x": [*shrunk.kl], "y": [*shrunk.kl.values()]}
     layout = {"yaxis": _axis("{} from the model before, in {}".format(*in_words(divergence)), rangemode="tozero")}
     held = "On the calibration batches held back."
@@ -494,7 +494,7 @@ def _tried(budget: Mapping[str, Any]) -> Figure | None:
 
 
 def _experts(layers: Sequence[LayerReport]) -> Figure | None:
-    """How many calibration tokens each expert of each block got: of experts in one tensor, and of those in a list."""
+    """Draw the calibration tokens of each expert of each block, of experts in one tensor and of those in a list."""
     points = []
     for layer in layers:
         listed = re.search(r"\.experts\.(\d+)\.", layer.name)
@@ -713,6 +713,6 @@ def _short(names: Sequence[str]) -> list[str]:
 
 
 def _prefix(names: Sequence[str]) -> str:
-    """What more than one name all begin with, up to a dot."""
+    """The beginning that all of several names share, up to a dot."""
     parts = zip(*(name.split(".")[:-1] for name in names)) if len(names) > 1 else ()
     return "".join(f"{part[0]}." for part in takewhile(lambda part: len(set(part)) == 1, parts))

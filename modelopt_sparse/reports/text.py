@@ -119,7 +119,7 @@ def table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]], width: int | N
 
 
 def steps_text(*values: float, arrow: str = "->") -> str:
-    """What a value was, and what it became: "0.1000 -> 0.0500"."""
+    """The values of consecutive steps: "0.1000 -> 0.0500"."""
     return f" {arrow} ".join(f"{value:.4f}" for value in values)
 
 
@@ -240,7 +240,7 @@ def paragraph(text: str, *, all_rows: bool = False) -> str:
 
 
 def counted(values: Iterable[str]) -> str:
-    """What occurs, and how often if there is more than one thing: "sparsegpt 2:4 x30; wanda 4:8 x12"."""
+    """The different values, with their counts if there are several: "sparsegpt 2:4 x30; wanda 4:8 x12"."""
     counts = Counter(values)
     return first_few([value if len(counts) == 1 else f"{value} x{n}" for value, n in counts.most_common()], 3)
 

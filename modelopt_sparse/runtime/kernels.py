@@ -69,7 +69,7 @@ class Backend(ABC):
     tensor_class: ClassVar[type[SparseSemiStructuredTensor]]
 
     def multiples(self, dtype: torch.dtype) -> Multiples:
-        """What shapes must be multiples of, for weights packed as ``dtype``."""
+        """The numbers that shapes must be multiples of, for weights packed as ``dtype``."""
         limits = self.tensor_class._DTYPE_SHAPE_CONSTRAINTS[dtype]
         return Multiples(limits.sparse_min_rows, limits.sparse_min_cols, limits.dense_min_rows)
 

@@ -41,7 +41,7 @@ OTHER_KIND = "the others would be of another kind at their new places"
 
 @dataclass(frozen=True)
 class Judge:
-    """How far the model is from what it was. ``teacher``: what it put out then; None where that is not compared."""
+    """Measures how far the model is from what it was. ``teacher``: its output then; None where that is not compared."""
 
     teacher: Teacher | None
     batches: BatchNumbers

@@ -100,9 +100,9 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
 
 
 def spans(module: nn.Module, twin: nn.Module) -> list[Span]:
-    """What differs in size between a module and its twin. Raises ValueError if they do not have the same tensors, but
-    for those that are not saved and that the twin does without, such as the frequencies of a kind of blocks that goes.
-    """
+    """The dimensions in which tensors of a module and its twin differ. Raises ValueError if they do not have the same
+    tensors, but for those that are not saved and that the twin does without, such as the frequencies of a kind of
+    blocks that goes."""
     tensors, twins = tensors_of(module), tensors_of(twin)
     spare = tensors.keys() - twins.keys() - module.state_dict().keys()
     if alone := sorted((tensors.keys() ^ twins.keys()) - spare):
@@ -249,7 +249,7 @@ def _channel_groups(block: nn.Module, twin: nn.Module, layers: Sequence[Layer]) 
 
 
 def _common(*names: str) -> int:
-    """How many parts of their paths names have in common, from the beginning."""
+    """The number of parts that the paths of names have in common, from the beginning."""
     return sum(1 for _ in takewhile(lambda parts: len({*parts}) == 1, zip(*(name.split(".") for name in names))))
 
 

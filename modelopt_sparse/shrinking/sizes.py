@@ -385,7 +385,7 @@ def _within(model: PreTrainedModel, planned: Plan, request: ShrinkRequest) -> li
 
 
 def _ceiling(model: PreTrainedModel, budget: Any) -> tuple[str, int]:
-    """What a budget counts, by its name among costs, and the most that it leaves."""
+    """(what a budget counts, by its name among costs; the most that it leaves)."""
     if isinstance(budget, str):
         budget = re.sub(r"([KMGT])B( bytes)?$", lambda match: f"{SCALES[match[1]]} bytes", budget.strip())
     parsed = parse_budget(budget, tuple(COUNTED))

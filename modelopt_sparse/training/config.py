@@ -76,7 +76,7 @@ def _section_in(content: Mapping[str, Any]) -> Any:
 
 
 def read_sections(path: str | Path) -> Mapping[str, Any]:
-    """What a YAML file holds; nothing, if that is no mapping. Raises ValueError if it cannot be read."""
+    """Read a YAML file; {} if it holds no mapping. Raises ValueError if it cannot be read."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -133,7 +133,7 @@ def algorithm_of(section: Mapping[str, Any], where: str, **keywords: Any) -> Spa
 
 
 def log_level(tag: str, value: float, step: int) -> None:
-    """Where a YAML file's ``add_summaries: true`` writes levels: Python's logging, as INFO."""
+    """Write a level to Python's logging, as INFO: the writer behind a YAML file's ``add_summaries: true``."""
     LOG.info("step %d: %s %.6g", step, tag, value)
 
 

@@ -195,7 +195,7 @@ def _logits(output: Any, side: str) -> Tensor:
 
 
 def _counts(student: nn.Module, named: Mapping[str, Any], shape: torch.Size) -> Tensor:
-    """Which predictions count: bool, of the logits' shape without its last dimension."""
+    """The predictions that count: bool, of the logits' shape without its last dimension."""
     name = next((name for name in ("shift_labels", "labels") if isinstance(named.get(name), Tensor)), None)
     if len(shape) == 1:  # samples: labels may have any shape and meaning, and padding is inside of them
         if name is None or named[name].is_floating_point() or named[name].numel() != shape[0]:
@@ -214,7 +214,7 @@ def _counts(student: nn.Module, named: Mapping[str, Any], shape: torch.Size) -> 
 
 
 def _token_mask(student: nn.Module, named: Mapping[str, Any], shape: torch.Size) -> Tensor:
-    """Which tokens ``[B, S]`` are no padding."""
+    """The tokens ``[B, S]`` that are no padding, as bool."""
     name = "decoder_attention_mask" if is_encoder_decoder(student) else "attention_mask"
     mask = named.get(name)
     if mask is None:

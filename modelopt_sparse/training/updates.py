@@ -242,7 +242,7 @@ INIT_METHODS = ("random", "topk", "from_zeros", "checkerboard")
 
 @dataclass(frozen=True)
 class Scope:
-    """Which entries of a matrix ``[..., R, C]`` compete with each other, each scope with the same number of zeros.
+    """The entries of a matrix ``[..., R, C]`` that compete with each other, each scope with the same number of zeros.
 
     kind: "matrix", "row", "out_groups" (rows in ``groups`` groups) or "in_groups" (columns in ``groups`` groups).
     """
