@@ -32,8 +32,7 @@ def grouped(values: Iterable[Value], key: Callable[[Value], Key]) -> dict[Key, l
 
 
 class Stream(Iterable[Value]):
-    """The values of an iterator, which can be gone through any number of times. It is read no further than somebody
-    asks."""
+    """The values of an iterator, to be gone through any number of times. It is read no further than asked for."""
 
     def __init__(self, values: Iterator[Value]) -> None:
         self._rest, self._read = values, list[Value]()

@@ -147,8 +147,7 @@ class Processes:
         return {number: value for values in self.all_gather(exchange, local) for number, value in values.items()}
 
     def dealt_out(self, exchange: str, work: Callable[[Any], Any], jobs: Iterable[Any]) -> list[Any]:
-        """Run ``work`` on the jobs, which are dealt out to the processes in turns -> all results. They are sent as
-        pickles."""
+        """Run ``work`` on the jobs, dealt out to the processes in turns -> all results, which are sent as pickles."""
         local = {number: work(job) for number, job in enumerate(jobs) if number % self.size == self.rank}
         return [value for _, value in sorted(self.gather_numbered(exchange, local).items())]
 

@@ -114,8 +114,7 @@ class Gradients:
 
 @dataclass
 class _Sums:
-    """Sums over this process's calls, by key: of the outputs of blocks by the index of the block, of layers by their
-    name."""
+    """Sums over this process's calls: of the outputs of blocks by index of the block, of layers by their name."""
 
     by_key: dict[int | str, Tensor] = field(default_factory=dict)
 

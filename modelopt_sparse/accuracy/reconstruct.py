@@ -74,8 +74,7 @@ AS_SOLVED = 0.0  # the rate that changes nothing
 
 
 class Way(NamedTuple):
-    """A way to tune a block: the learning rate, whether its masks move, and whether its errors are those of the Fisher
-    metric."""
+    """A way to tune a block: the learning rate, whether its masks move, and whether errors are in the Fisher metric."""
 
     rate: float
     moves: bool
@@ -188,8 +187,7 @@ def _tuned_parts(
     way: Way,
     one_of: int,
 ) -> list[BlockReport]:
-    """Tune the modules one after the other; what the inner ones hold is not tuned again. One of ``one_of`` steps is
-    held back."""
+    """Tune the modules one by one; what inner ones hold is not tuned again. One of ``one_of`` steps is held back."""
     run, outputs, movable = inputs.run, outputs_of(block.layer_plans), movable if way.moves else {}
     assert run.config.reconstruct is not None
     epochs = 0 if way.rate == AS_SOLVED else run.config.reconstruct.epochs

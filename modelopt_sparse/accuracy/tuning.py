@@ -78,8 +78,7 @@ class BatchNumbers:
         return self.held_back.start
 
     def validation_error(self, measure: Callable[[int], Sequence[float]]) -> float:
-        """Measure on the batches held back, in all processes. ``measure``: local index -> sums that `relative` makes an
-        error of."""
+        """Measure on the batches held back, in all processes. ``measure``: local index -> sums for `relative`."""
         measured = {number: measure(self.local[number]) for number in self.held_back if number in self.local}
         by_number = self.processes.gather_numbered("the batches held back", measured)
         return relative([sum(column) for column in zip(*(by_number[number] for number in self.held_back))])
@@ -181,8 +180,7 @@ class Movable:
         return cls(layer, pattern, norms.unsqueeze(-2), layer.values.clone())
 
     def initial_values(self, values: Tensor, mask: Tensor) -> Tensor:
-        """Solved ``values`` where the mask keeps them; elsewhere the dense ones, clamped so that `mask` of the result
-        is the mask."""
+        """Solved ``values`` where the mask keeps them; elsewhere dense ones, clamped so that `mask` gives the mask."""
         norms, pattern = self.norms.to(values.device), self.pattern
         scores = self.layer.matrix(values).abs() * norms
         scores = scores.masked_fill(~self.layer.matrix(mask), torch.inf)
@@ -268,8 +266,7 @@ class TunedWeight:
 
     @torch.no_grad()
     def step(self, gradient: Tensor | None, schedule: float, *, moves: bool = False) -> None:
-        """Take a step of Adam, after which a mask that moves follows. ``schedule``: the factor of the rate, from 1 to
-        0."""
+        """Take a step of Adam, after which a moving mask follows. ``schedule``: the factor of the rate, from 1 to 0."""
         self.adam.param_groups[0]["lr"] = self.rate * schedule
         self.values.grad = gradient
         self._hold_moments(self.values.dtype)

@@ -141,8 +141,7 @@ def curve_of(data: CalibrationData) -> BudgetCurve:
 
 
 def _curve(costs: ChoiceCosts, unit: str, factor: float) -> dict[str, Any]:
-    """The fields ``unit`` and ``points`` of `BudgetCurve`. ``factor``: of the sum of losses, by the plans that were
-    measured."""
+    """``unit`` and ``points`` of `BudgetCurve`. ``factor``: of the sum of losses, by the plans that were measured."""
 
     def kl(percent: int, *, plain: bool = False) -> float | None:
         budget = Budget(unit, Fraction(percent, 100), of_dense=True)

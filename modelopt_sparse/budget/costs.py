@@ -162,8 +162,7 @@ class ChoiceCosts:
         return {title: at(steps[index])}
 
     def filled(self, chosen: Chosen, budget: Budget) -> Chosen:
-        """Give back the zeros that a choice has beyond the budget, from all layers alike whose sparsity rules leave
-        open."""
+        """Give back the zeros that a choice has beyond the budget, from all layers alike whose sparsity is open."""
         if budget.unit != "zeros":
             return chosen
         free = [layer for layer in self.plan.layers if layer.name in self.open]

@@ -90,8 +90,7 @@ def losses_of(data: CalibrationData, gradients: Gradients) -> Losses:
 
 
 def _solved_choices(layer_plan: LayerPlan) -> list[Pattern]:
-    """The choices that are solved: of many sparsities the lowest, the middle and the highest, from whose losses the
-    others follow."""
+    """The choices to solve: of many sparsities the lowest, the middle and the highest; the others follow from them."""
     free = sorted((p for p in layer_plan.choices if isinstance(p, Unstructured)), key=lambda p: p.sparsity)
     free = [free[0], free[len(free) // 2], free[-1]] if len(free) > SOLVED else free
     return [*free, *(p for p in layer_plan.choices if isinstance(p, NM))]

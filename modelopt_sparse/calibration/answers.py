@@ -169,8 +169,7 @@ class Answer:
 
 
 class Arguments:
-    """The tensors among a block's arguments, their versions (how often they were written to), and copies of the
-    mappings."""
+    """The tensors among a block's arguments, how often they have been written to, and copies of the mappings."""
 
     def __init__(self, args: tuple, kwargs: dict[str, Any]) -> None:
         self.tensors = flat_tensors((args, kwargs))

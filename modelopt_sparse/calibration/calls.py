@@ -86,8 +86,7 @@ class WalkedCall:
     starts_again: bool = True
 
     def going_on(self) -> "WalkedCall":
-        """A copy that goes on from the answers kept so far, and keeps all later ones that may be needed. It cannot
-        start again."""
+        """A copy that goes on from its answers, and keeps all later ones that may be needed. It cannot start again."""
         keeps_all = self.keeps_all or self.needed is None
         return replace(self, answers=[*self.answers], keeps_all=keeps_all, starts_again=False)
 
@@ -176,8 +175,7 @@ class Calls:
             yield
 
     def _tell(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Pre-hook of modules inside the model: note which tokens their arguments call padding, for the call that runs
-        now."""
+        """Pre-hook of modules inside the model: note which tokens their arguments call padding, for this call."""
         if self._attempt is not None and not self._attempt.only_shapes:
             self._attempt.call.numbered.masks.tell(module, args, kwargs)
 

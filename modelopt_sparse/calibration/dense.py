@@ -266,8 +266,8 @@ def _without_others(run: Run, others: Mapping[str, bool | None], read: Collectio
 
 
 def kind_of(numbered: NumberedCall) -> list[Any]:
-    """A key that calls have in common if they take the same way through the model: all but the values of tensors, and
-    whether there is padding."""
+    """A key of the way that a call takes through the model: all but the values of tensors, and whether there is
+    padding."""
     return [_structure((numbered.call.args, numbered.call.kwargs), ()), _all_real(numbered)]
 
 
@@ -326,8 +326,7 @@ def _one_of_each_kind(calls: Sequence[WalkedCall]) -> list[WalkedCall]:
 
 
 def _tried(dense: DenseRun, numbered: NumberedCall) -> Tried:
-    """Choose what is tried of a call: one row, with padding if the call has some, or all of it if the model takes no
-    row."""
+    """Choose what is tried of a call: one row, padded if the call has padding; all of it if the model takes no row."""
     rows = (NumberedCall(numbered.number, row, dense.data.masks_of(row)) for row in single_rows(numbered.call))
     row = next((row for row in rows if _all_real(row) == _all_real(numbered)), numbered)
     try:

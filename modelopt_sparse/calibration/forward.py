@@ -86,8 +86,7 @@ class PaddingOfCall:
             self.notes += [note] if note not in self.notes else []
 
     def at(self, around: Around) -> Tensor | None:
-        """The mask of real tokens at a place: that of the innermost module around it that has been told. Raises
-        PaddingError."""
+        """The mask of real tokens at a place: the innermost module's around it that was told. Raises PaddingError."""
         told = [self.told[outer] for outer in around if outer in self.told]
         mask = next((mask for mask in told if not isinstance(mask, PaddingError)), told[0] if told else None)
         if isinstance(mask, PaddingError):
@@ -203,7 +202,7 @@ def sides_of(run: Run) -> Mapping[nn.Module, Around]:
 
 
 def _sides(model: nn.Module) -> dict[nn.Module, Side]:
-    """The side of each module: the encoder of an encoder-decoder model, an image encoder in a text model, or else the
+    """The side of each module: the encoder of an encoder-decoder, an image encoder in a text model, or else the
     decoder."""
     sides: dict[nn.Module, Side] = dict.fromkeys(model.modules(), "decoder")
     for module in model.modules() if takes(model, "input_ids") else ():

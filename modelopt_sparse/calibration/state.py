@@ -77,8 +77,7 @@ def _contents(attributes: Mapping[str, Any]) -> list[tuple[Any, Any]]:
 
 
 def with_copied_arguments(call: Call) -> tuple[Call, Callable[[], None]]:
-    """Copy all arguments of a call but tensors and modules, such as caches -> (the call, what undoes writes to
-    tensors)."""
+    """Copy a call with all arguments but tensors and modules -> (the copy, what undoes writes to its tensors)."""
     tensors = flat_tensors((call.args, call.kwargs))
     before = [(x, version(x), x.detach().clone()) for x in tensors]
     held = [x for x in leaves_of((call.args, call.kwargs)) if isinstance(x, (Tensor, nn.Module))]

@@ -128,8 +128,7 @@ BY_SIZE = "its weights are chosen by size alone"
 
 
 def as_magnitude_layer(layer_plan: LayerPlan, report: Report) -> LayerPlan:
-    """Plan a layer whose inputs are all zero for magnitude pruning. Each gets a note in the report, the first a
-    warning."""
+    """Plan a layer whose inputs are all zero for magnitude pruning. Each gets a note, the first a warning."""
     text = f"layer {layer_plan.name!r} saw nothing but zeros on the calibration data: {BY_SIZE}"
     if not any(BY_SIZE in note for note in report.notes):
         warnings.warn(f"{text} (said once, of the first such layer)", stacklevel=2)
@@ -265,8 +264,7 @@ def pad_experts(stats: Stats, minimum: int, fallback: str, pool: Stats, everyone
 
 
 def pad_expert(stats: Stats, minimum: int, fallback: str, pool: Stats, everyone: Stats | None) -> None:
-    """Top up the sums of one expert, or of one matrix, to ``minimum`` rows, in place, as ``fallback`` says
-    (`pad_experts`)."""
+    """Top up the sums of one matrix, or one expert's, to ``minimum`` rows, in place: see `pad_experts`."""
     if fallback == "weight_only":
         variance = minimum / pool.tokens * pool.square_sums.mean()
         stats.square_sums.copy_(variance)
@@ -323,8 +321,7 @@ class DeferredStats:
         return pad_experts(stats, self.minimum, self.fallback, self.pool, everyone)
 
     def sent_to(self, owner: int, experts: range, processes: Processes) -> "DeferredStats":
-        """Send the rows of ``experts`` from all processes to rank ``owner``, which gets statistics with them. All ranks
-        call it."""
+        """Send the rows of ``experts`` from all processes to rank ``owner``, whose statistics hold them. Collective."""
         if processes.size == 1:
             return self
         exchange, rank = f"the tokens of experts {experts.start} to {experts.stop - 1}", processes.rank
@@ -507,8 +504,7 @@ def groups_of(collector: Collector, run: Run) -> Groups | None:
 
 
 def _added_up(groups: Groups, changed: bool, needs: Mapping[str, str], run: Run) -> tuple[Groups, bool]:
-    """Add up the groups of all processes -> (groups, whether layers share an input in some calls or some processes
-    only)."""
+    """Add up the groups of all processes -> (groups, whether layers share an input only in some calls or processes)."""
     local, merged = {tuple(names): stats for names, stats in groups}, dict[Names, Stats]()
     device = run.config.device or torch.device("cpu")
     totals = shared_sums({names: _sums(stats) for names, stats in local.items()}, run.processes, device)

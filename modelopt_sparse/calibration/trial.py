@@ -27,8 +27,7 @@ Fingerprint = list[tuple]  # tells whether the tensors of two values are equal
 
 
 def fingerprint_of(value: Any, *, exact: bool) -> Fingerprint:
-    """Dtype and shape of each tensor in ``value``, with a hash of its bits, or, unless ``exact``, with sums of its
-    numbers."""
+    """Dtype and shape of each tensor in ``value``, with a hash of its bits, or, unless ``exact``, with two sums."""
     prints = []
     for x in flat_tensors(value):
         x = dense_rows(x.detach())
@@ -65,8 +64,7 @@ def same_fingerprint(first: Fingerprint, second: Fingerprint) -> bool:
 
 @dataclass(frozen=True)
 class Visit:
-    """One visit of a block: fingerprints of its layers' inputs, in order, and of its output (None: the block has
-    answered)."""
+    """One visit of a block: fingerprints of its layers' inputs, in order, and of its output (None: it has answered)."""
 
     block: nn.Module
     inputs: list[tuple[nn.Module, Fingerprint]]

@@ -261,8 +261,7 @@ def level_of(mask: Tensor, scope: str) -> Unstructured:
 
 
 def pattern_of(mask: Tensor, like: Pattern) -> Pattern:
-    """The pattern that a mask ``[..., R, C]`` keeps: N:M with the M of ``like`` if it has one, else an unstructured
-    one."""
+    """The pattern that a mask ``[..., R, C]`` keeps: N:M with the M of ``like`` if it has one, or unstructured."""
     if isinstance(like, Unstructured):
         return level_of(mask, like.scope or "matrix")
     most = 0 if like.misfit(mask.shape[-1]) else int(mask.unflatten(-1, (-1, like.m)).sum(-1).max())

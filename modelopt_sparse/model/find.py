@@ -190,8 +190,7 @@ UNDONE_BY = {
 
 
 def _computed(module: nn.Module, param: str) -> str | None:
-    """Reason why a parameter cannot be pruned that torch computes a weight from in each forward; None for any other
-    one."""
+    """Reason to leave a parameter alone from which torch computes a weight in each forward; None for any other."""
     undone_by = "parametrize.remove_parametrizations" if isinstance(module, ParametrizationList) else None
     whole, _, part = param.rpartition("_")
     for (ending, partner), function in UNDONE_BY.items():

@@ -258,8 +258,7 @@ class Layer:
 
     @property
     def mask(self) -> Tensor | None:
-        """The mask that all modules which hold the parameter have in common, True = kept, ``[..., R, C]``; None without
-        one."""
+        """The mask that all modules which hold the parameter agree on, True = kept, ``[..., R, C]``; None without."""
         masks = [dict(named_masks(module)).get(self.param) for module in (self.owner, *self.tied_modules)]
         carried = [self.matrix(mask) for mask in masks if mask is not None]
         return functools.reduce(torch.logical_and, carried) if carried else None

@@ -118,8 +118,7 @@ class Output:
         return [float(rows.sum(dtype=torch.float64)), *self.moments(len(rows))]
 
     def moments(self, rows: int) -> list[float]:
-        """Sums that divergences are relative to, for `size_of`: [rows], or of "squared" [squares, sum, number] of the
-        values."""
+        """Sums that divergences are relative to: [rows], or of "squared" [squares, sum, number] of the values."""
         if self.by != "squared":
             return [float(rows)]
         wide = self._real(self.values.detach()).double()

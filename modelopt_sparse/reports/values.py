@@ -145,8 +145,7 @@ class Shrunk:
     costs: dict[str, list[float]] = field(default_factory=dict)
 
     def summary(self, divergence: str | None = None) -> str:
-        """Sentence for the report: what went, what it cost, and how far the output has moved by the ``divergence`` of
-        this name."""
+        """A sentence: what went, what it cost, and how far the output has moved by the ``divergence`` of this name."""
         sizes = ", ".join(f"{name} {old:,} -> {new:,}" for name, (old, new) in self.sizes.items())
         parts = [f"Shrunk (criterion {self.criterion!r}): {sizes}"]
         parts += [f"{cost} {old:,.4g} -> {new:,.4g} ({new / old:.1%})" for cost, (old, new) in self.costs.items()]

@@ -173,8 +173,7 @@ class Cutting:
             raise ValueError(f"{CHANGED} its experts in another order: none of them can go")
 
     def with_blocks(self, data: CalibrationData, stay: Sequence[int]) -> "Cutting":
-        """Keep these blocks alone. Raises ValueError if the model then computes something else than with the others
-        skipped."""
+        """Keep these blocks alone. Raises ValueError unless the model computes what it does with the others skipped."""
         cutting = replace(self, stay=stay)
         without_groups = replace(self.sizes, width={}, experts={})
         if replace(cutting, sizes=without_groups, groups={}).differs(data):

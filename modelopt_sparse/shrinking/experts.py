@@ -76,8 +76,7 @@ class ExpertSums:
         return {"reap": mean, "reap_sum": self.gated_norms, "frequency": self.tokens}[criterion]
 
     def kept_by(self, criterion: str, groups: int, count: int, protected: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
-        """Choose ``count`` experts, as many in each of ``groups`` -> (their indices, ascending; a score for each
-        expert)."""
+        """Choose ``count`` experts, as many in each of ``groups`` -> (indices, ascending; a score for each expert)."""
         scores = self.scores(criterion)
         in_groups = scores.index_fill(0, torch.tensor(protected, dtype=torch.long), torch.inf).view(groups, -1)
         stay = [largest(group_scores, count // groups) for group_scores in in_groups]
@@ -161,7 +160,7 @@ class _SeenExperts:
             self.outputs.setdefault((layer.name, self.number), []).append(held)
 
     def of_all(self, name: str) -> ExpertSums:
-        """The sums of a layer over all processes. Raises ValueError if no token has reached it, or if they are not
+        """The sums of a layer over all processes. Raises ValueError if no token has reached it, or if one is not
         finite."""
         sums, run = self.sums[name], self.run
         run.processes.all_reduce("experts", [*vars(sums).values()])

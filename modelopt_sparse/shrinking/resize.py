@@ -214,8 +214,7 @@ def channels_in(model: nn.Module, twin: nn.Module, blocks: Blocks) -> dict[str, 
 def _by_block(
     model: nn.Module, twin: nn.Module, blocks: Blocks, groups_of: Callable[..., list[Found]], kind: str
 ) -> dict[str, list[Found]]:
-    """Name of a block -> ``groups_of`` the block, its twin and its layers, if there are any. ``kind``: what they are,
-    in words."""
+    """Block -> ``groups_of`` it, its twin and its layers, if there are any. ``kind``: what they are, in words."""
     names = tuple(f"{name}." for name in blocks)
     if outside := [span.name for span in spans(model, twin) if not span.name.startswith(names)]:
         raise ValueError(f"it is a size of {outside[0]!r}, outside of the blocks")
@@ -399,8 +398,7 @@ class BlockCount:
         return cls(stack.name, stack.names, _first([(key, count) for key in named], fits, problem, otherwise)[0])
 
     def any_without(self, gone: int, model: PreTrainedModel) -> list[int]:
-        """Indices of the blocks that stay when ``gone`` blocks in a row go, the last ones that can. Raises ValueError
-        if none can."""
+        """Indices that stay when ``gone`` blocks in a row go, the last that can. Raises ValueError if none can."""
         count, reasons = len(self.blocks), []
         for end in range(count, gone - 1, -1):
             stay = [index for index in range(count) if not end - gone <= index < end]
@@ -413,8 +411,7 @@ class BlockCount:
         raise ValueError("; ".join(dict.fromkeys(reasons)))
 
     def changes(self, stay: Sequence[int], config: PreTrainedConfig) -> Changes:
-        """The new values in the config: the number, and every list beside it that has an entry, or an index, for each
-        block."""
+        """The new values in the config: the number, and every list beside it that goes by blocks."""
         path, _, _ = self.name.rpartition(".")
         changes: Changes = {self.name: len(stay)}
         for name, value in vars(dict(_parts(config))[path]).items():

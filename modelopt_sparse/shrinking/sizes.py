@@ -107,7 +107,7 @@ class TargetSizes:
         return twin_of(model, {**numbers, **depth})
 
     def groups_in(self, model: PreTrainedModel, planned: Plan) -> Mapping[str, Sequence[Any]]:
-        """Block -> its channels that go together, or its mixtures, of which fewer stay in the smaller model."""
+        """Block -> its channels that go together, or its mixtures, of which the smaller model has fewer."""
         narrow, blocks = self.narrow(model), layers_by_block(planned)
         if not self.experts:
             return channels_in(model, narrow, blocks) if self.width else {}
@@ -117,14 +117,12 @@ class TargetSizes:
         }
 
     def refits(self, config: SparsifyConfig, refit: bool | None) -> bool:
-        """Whether values are fitted; None: unless they are of experts whose blocks are reconstructed, which does as
-        well."""
+        """Whether values are fitted. None: not those of experts whose blocks are reconstructed, which does as well."""
         return not self.experts or config.reconstruct is None if refit is None else refit
 
 
 def sizes_for(model: PreTrainedModel, planned: Plan, request: ShrinkRequest) -> list[TargetSizes]:
-    """Turn the user's request into sizes; a budget leaves several, one for each number of blocks. ``planned``: the
-    model's layers and stacks."""
+    """Turn the user's request into sizes; a budget leaves several, by blocks. ``planned``: of the model as it is."""
     passed = [name for name in ShrinkRequest._fields[:6] if getattr(request, name) is not None]
     if len(passed) != 1 and passed not in (["mlp", "blocks"], ["blocks", "experts"]):
         ways = "blocks= with mlp= or experts=, or to=, or budget=, or kept="

@@ -58,8 +58,7 @@ def errors_name_layer(layer_plan: LayerPlan, when: str) -> Iterator[None]:
 
 
 class Prepared:
-    """The statistics of one input, and the states that methods have prepared from them. Layers with the same method and
-    options share one."""
+    """The statistics of one input, and the states that methods prepare from them, one for each set of options."""
 
     def __init__(self, stats: Stats | None) -> None:
         self.stats = stats
@@ -166,8 +165,7 @@ def _check_solution(layer_plan: LayerPlan, weight: Tensor, solution: Solution) -
 
 
 def joined(layer_plan: LayerPlan, pieces: Sequence[SolvedPiece], notes: Sequence[str] = ()) -> SolvedPiece:
-    """Put consecutive pieces of a layer together. Errors are relative to the energy of all of them. ``notes`` are added
-    to those of the pieces."""
+    """Put consecutive pieces of a layer together, with errors relative to all of it. ``notes`` are added to theirs."""
     if len(pieces) == 1 and not notes:
         return pieces[0]
     total = sum(part.energy for part in pieces)

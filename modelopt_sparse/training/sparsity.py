@@ -279,8 +279,7 @@ class Sparsity(ABC):
         return self._register_level_hook(lambda algorithm, name, wanted, _: hook(algorithm, name, wanted))
 
     def register_computed_sparsity_hook(self, hook: Callable[[Any, str, float], object]) -> RemovableHandle:
-        """Call ``hook(algorithm, name, level)`` with the fraction of zeros that each parameter's mask has, after every
-        step."""
+        """Call ``hook(algorithm, name, level)`` after every step with the fraction of zeros in each mask."""
         return self._register_level_hook(lambda algorithm, name, _, actual: hook(algorithm, name, actual))
 
     def add_summaries(self, writer: Any) -> RemovableHandle:
