@@ -120,7 +120,7 @@ def distill_from(teacher: Teacher, run: Run) -> None:
     output, and report it. Never worse on the steps held back, a quarter of them, see `tune`."""
     options, model = run.config.distill, run.model
     assert options is not None
-    layers = [plan.layer for plan in run.plan.layers]
+    layers = [layer_plan.layer for layer_plan in run.plan.layers]
     masks = {layer.parameter: dict(named_masks(layer.owner)).get(layer.param) for layer in layers}
     outputs = outputs_of(run.plan.layers)
     chosen = dict(tunable(model, model, masks, vectors=True))

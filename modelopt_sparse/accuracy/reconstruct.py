@@ -139,7 +139,7 @@ def reconstruct(
     notes = [f"taken: {way}, by the {measure} on the batches held back", *notes] if notes else []
     for report in reports:
         report = replace(report, way=str(way), notes=[*report.notes, *notes])
-        run.report.reconstructed(report, {plan.name for plan in block.layer_plans})
+        run.report.reconstructed(report, {layer_plan.name for layer_plan in block.layer_plans})
 
 
 def _left_open(

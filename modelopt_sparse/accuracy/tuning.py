@@ -453,7 +453,8 @@ def schedule(step: int, steps: int) -> float:
 
 def outputs_of(layer_plans: Iterable[LayerPlan]) -> dict[nn.Parameter, int]:
     """Weight -> its number of outputs (rows of all of its matrices), for layers as they are now."""
-    matrices = {plan.layer.parameter: plan.layer.matrix(plan.layer.parameter) for plan in layer_plans}
+    layers = [layer_plan.layer for layer_plan in layer_plans]
+    matrices = {layer.parameter: layer.matrix(layer.parameter) for layer in layers}
     return {parameter: matrix.numel() // matrix.shape[-1] for parameter, matrix in matrices.items()}
 
 

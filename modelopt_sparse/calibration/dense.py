@@ -304,7 +304,7 @@ def _run_calls(dense: DenseRun, calls: Sequence[Call]) -> list[Tried]:
     run.report.calibration.update(calls=batches, sha256=data.sha256 or digest_of(calls))
     chosen = _one_of_each_kind(dense.calls)
     truth = _run_some(dense, chosen)
-    wanted = {plan.name for plan in run.plan.layers if plan.calibrated}
+    wanted = {layer_plan.name for layer_plan in run.plan.layers if layer_plan.calibrated}
     unseen = wanted.difference(*run.processes.all_gather("the layers that were reached", set(dense.inputs.order)))
     if unseen and any(run.processes.all_gather("calls that were not run", len(chosen) < len(calls))):
         _run_some(dense, [call for call in dense.calls if all(call is not chosen_call for chosen_call in chosen)])

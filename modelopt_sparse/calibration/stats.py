@@ -401,11 +401,11 @@ class InputFacts:
 class Sharing:
     """Which layers get the same input in every call of the model: the first to see it leads the others.
 
-    changed: layers shared an input in one call and not in another. wanted: False lets every layer lead itself.
+    inconsistent: layers shared an input in one call and not in another. enabled: False lets every layer lead itself.
     """
 
-    def __init__(self, *, wanted: bool) -> None:
-        self.changed, self._wanted = False, wanted
+    def __init__(self, *, enabled: bool) -> None:
+        self.inconsistent, self._enabled = False, enabled
         self._leader_of: dict[str, str] = {}
         # the inputs in this call, held so that no id is reused, and the layers that got them
         self._call: dict[tuple, tuple[tuple[Tensor, ...], list[str]]] = {}
@@ -414,15 +414,15 @@ class Sharing:
         """Whether the layer leads those that see these inputs, which it is called with now."""
         _, names = self._call.setdefault(input_key(layer, inputs), (inputs, []))
         names.append(layer.name)
-        leader = names[0] if self._wanted else layer.name
-        self.changed |= self._leader_of.setdefault(layer.name, leader) != leader
+        leader = names[0] if self._enabled else layer.name
+        self.inconsistent |= self._leader_of.setdefault(layer.name, leader) != leader
         return leader == layer.name
 
     def end_call(self) -> None:
         """The model's call is over: followers must have seen what their leader saw, and tensors may be freed."""
         for _, names in self._call.values():
             counts = Counter(names)
-            self.changed |= any(counts[name] != counts[leader] for name, leader in self._leader_of.items())
+            self.inconsistent |= any(counts[name] != counts[leader] for name, leader in self._leader_of.items())
         self._call = {}
 
     def groups(self) -> dict[str, list[str]]:
@@ -434,12 +434,12 @@ class Collector:
     """Sums up `Stats` for layers; those that get the same input in every call share one.
 
     needs: layer name -> what its method needs; ROWS for experts whose Gram matrices are formed later, from their rows.
-    share: False lets every layer sum for itself; else sums are wrong where ``sharing.changed``.
+    share: False lets every layer sum for itself; else sums are wrong where ``sharing.inconsistent``.
     all_tokens: experts that are to see all tokens, in the place of those that are routed to them, and alone.
     """
 
     def __init__(self, *, needs: Mapping[str, str], share: bool, all_tokens: Sequence[int] = ()) -> None:
-        self.needs, self.sharing, self._all_tokens = needs, Sharing(wanted=share), all_tokens
+        self.needs, self.sharing, self._all_tokens = needs, Sharing(enabled=share), all_tokens
         self._sums: dict[str, RunningSum] = {}
 
     def see(self, layer: Layer, inputs: tuple[Tensor, ...], token_mask: Tensor | None) -> None:
@@ -497,7 +497,7 @@ def groups_of(collector: Collector, run: Run) -> Groups | None:
     all of them, if layers have shared an input in one call but not in another: all calls have to be run once more, by
     layers that share no input."""
     collector.end_call()
-    groups, changed = collector.take(), collector.sharing.changed
+    groups, changed = collector.take(), collector.sharing.inconsistent
     if run.processes.size > 1:
         groups, changed = _added_up(groups, changed, collector.needs, run)
     return None if changed else groups

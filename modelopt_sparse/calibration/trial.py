@@ -105,7 +105,7 @@ class Watch:
             self._inputs = []
 
         with ExitStack() as hooks:
-            for module in {module for plan in self.run.plan.layers for module in plan.layer.hooked_modules}:
+            for module in {module for layer_plan in self.run.plan.layers for module in layer_plan.layer.hooked_modules}:
                 hooks.enter_context(module.register_forward_pre_hook(on_layer, with_kwargs=True))
             calls.seen = seen
             hooks.callback(setattr, calls, "seen", None)

@@ -68,7 +68,8 @@ def estimated(
     }
     if widens:  # modules that are held in float32, each for the length of a call
         by_module = grouped(planned, lambda layer_plan: layer_plan.layer.owner).values()
-        memory["layer_in_float32"] = BYTES_PER_SUM * max(sum(plan.size for plan in plans) for plans in by_module)
+        sizes = [sum(layer_plan.size for layer_plan in layer_plans) for layer_plans in by_module]
+        memory["layer_in_float32"] = BYTES_PER_SUM * max(sizes)
     if config.enforce:
         memory["masks"] = in_all["masks"]
     if reconstruct is not None:

@@ -114,7 +114,7 @@ def experts(
         by_layer = {mixture.consumer.name: mixture for mixture in mixtures[task.name]}
         sums = {name: ExpertSums.of(mixture.span.old) for name, mixture in by_layer.items()}
         seen = _SeenExperts(sums, run, whole=criterion.refit)
-        consumers = [plan for plan in task.layer_plans if plan.name in by_layer]
+        consumers = [layer_plan for layer_plan in task.layer_plans if layer_plan.name in by_layer]
         inputs.collect(consumers, seen.see, seen.begin, go_on=not criterion.refit)
         choices = [seen.of_all(name).choice(mixture, criterion) for name, mixture in by_layer.items()]
         if criterion.refit:

@@ -198,7 +198,7 @@ def channels(
 
     def choose(task: BlockTask, inputs: Inputs, run: Run) -> list[Choice]:
         by_layer = {group.consumer.name: group for group in groups[task.name]}
-        consumers = [plan for plan in task.layer_plans if plan.name in by_layer]
+        consumers = [layer_plan for layer_plan in task.layer_plans if layer_plan.name in by_layer]
         sums = _sums(consumers, inputs, batches, run)
         choices = [_choice(by_layer[name], *layer_sums, criterion) for name, layer_sums in sums.items()]
         hold = run.storage.hold_weights
@@ -234,7 +234,7 @@ def _sums(
     consumers: Sequence[LayerPlan], inputs: Inputs, batches: BatchNumbers, run: Run
 ) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
     """Layer name -> (the Gram matrix of the batches that are fitted to, that of those that judge, ModelOpt's sums)."""
-    names = [plan.name for plan in consumers]
+    names = [layer_plan.name for layer_plan in consumers]
     collector = Collector(needs=dict.fromkeys([*names, *(name + JUDGING for name in names)], "gram"), share=False)
     seen = _Seen(collector, judging_calls(batches))
     inputs.collect(consumers, seen.see, seen.begin, go_on=True)

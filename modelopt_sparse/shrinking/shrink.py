@@ -308,7 +308,7 @@ def _repair(cutting: Cutting, data: CalibrationData) -> None:
                     if write_sparse is not None:  # by a run that was stopped
                         write_sparse()
                     elif tuned and changed and not goes:
-                        masks = dict.fromkeys(plan.layer.parameter for plan in task.layer_plans)
+                        masks = dict.fromkeys(layer_plan.layer.parameter for layer_plan in task.layer_plans)
                         reconstruct(task, tuned, masks, {}, inputs, run)
                     inputs.advance()
                 bar.update()

@@ -165,10 +165,10 @@ def layers_by_block(planned: Plan) -> dict[str, tuple[nn.Module, list[Layer]]]:
 
 
 def _refuse_experts(planned: Plan) -> None:
-    for plan in planned.layers:
-        if isinstance(plan.layer.adapter, RoutedAdapter) or plan.layer.mixture is not None:
+    for layer_plan in planned.layers:
+        if isinstance(layer_plan.layer.adapter, RoutedAdapter) or layer_plan.layer.mixture is not None:
             advice = "give experts= or blocks=, or to={'shared_expert_intermediate_size': 1024} or so"
-            raise ValueError(f"mlp= is for MLPs, and {plan.name!r} holds experts: {advice}")
+            raise ValueError(f"mlp= is for MLPs, and {layer_plan.name!r} holds experts: {advice}")
 
 
 def _count_that_goes(name: str, value: Any, whole: int) -> float:
@@ -307,7 +307,7 @@ def _sizes_of(choice: Mapping[str, Any], planned: Plan) -> dict[str, Any]:
     """The options ``mlp``, ``experts`` and ``blocks`` that a choice amounts to."""
     gone: dict[str, Any] = {}
     for option, unit, dim in (("mlp", "channels", -1), ("experts", "experts", 0)):
-        sizes = {plan.name: plan.shape[dim] for plan in planned.layers}
+        sizes = {layer_plan.name: layer_plan.shape[dim] for layer_plan in planned.layers}
         counts = set()
         for name, indices in choice.get(option, {}).items():
             old = sizes.get(name, 0)
