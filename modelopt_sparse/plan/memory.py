@@ -68,8 +68,7 @@ def estimated(
     }
     if widens:  # modules that are held in float32, each for the length of a call
         by_module = grouped(planned, lambda layer_plan: layer_plan.layer.owner).values()
-        sizes = [sum(layer_plan.size for layer_plan in layer_plans) for layer_plans in by_module]
-        memory["layer_in_float32"] = BYTES_PER_SUM * max(sizes)
+        memory["layer_in_float32"] = BYTES_PER_SUM * max(sum(x.size for x in plans) for plans in by_module)
     if config.enforce:
         memory["masks"] = in_all["masks"]
     if reconstruct is not None:
