@@ -32,7 +32,7 @@ def grouped(values: Iterable[Value], key: Callable[[Value], Key]) -> dict[Key, l
 
 
 class Stream(Iterable[Value]):
-    """What an iterator gives, as often as it is asked for. It is read no further than somebody asks."""
+    """The values of an iterator, to be gone through any number of times. It is read no further than asked for."""
 
     def __init__(self, values: Iterator[Value]) -> None:
         self._rest, self._read = values, list[Value]()
@@ -72,8 +72,8 @@ def check_number(name: str, value: Any, interval: str, instead: str | None = Non
     low, high = map(float, interval[1:-1].split(","))
     left_out = [end for end, bracket in ((low, "("), (high, ")")) if bracket in interval]
     if not is_number(value) or not low <= value <= high or value in left_out:
-        other = "" if instead is None else f", or {instead!r}"
-        raise ValueError(f"{name}={shown(value)}: must be a number in {interval}{other}")
+        alternative = "" if instead is None else f", or {instead!r}"
+        raise ValueError(f"{name}={shown(value)}: must be a number in {interval}{alternative}")
 
 
 def check_choice(name: str, value: Any, allowed: Sequence[Any]) -> None:

@@ -60,17 +60,17 @@ def first_difference(values: Mapping[str, Any]) -> tuple[str, int] | None:
     """
     if dist is None or not in_group() or dist.get_world_size() == 1:
         return None
-    of_ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, dict(values))
-    for number, of_rank in enumerate(of_ranks):
-        for name, value in of_rank.items():
+    by_rank: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(by_rank, dict(values))
+    for number, rank_values in enumerate(by_rank):
+        for name, value in rank_values.items():
             if values.get(name, value) != value:
                 return name, number
     return None
 
 
 def count_processes(asked: bool | None) -> int:
-    """How many processes work together where the option ``distributed`` is ``asked``.
+    """The number of processes that work together where the option ``distributed`` is ``asked``.
 
     None: those of the default group, or this one where there is none; True: those of the group; False: this one alone.
     Raises ValueError for True without a group.
@@ -126,36 +126,36 @@ class Processes:
                 self._gather(f"{STOPPED}{type(error).__name__}: {error}", None)
         self._close()
 
-    def all_gather(self, what: str, value: Any = None) -> list[Any]:
+    def all_gather(self, exchange: str, value: Any = None) -> list[Any]:
         """Wait for all processes -> the ``value`` of each, by rank.
 
         Raises RankError if one failed, died, or is about to do something else than ``what``.
         """
         if self.size == 1:
             return [value]
-        headers = self._gather(what, value)
-        if any(name != what for name, _ in headers):
+        headers = self._gather(exchange, value)
+        if any(name != exchange for name, _ in headers):
             self._close()
             stopped = [f"rank {rank} {name}" for rank, (name, _) in enumerate(headers) if name.startswith(STOPPED)]
             doing = "; ".join(f"rank {rank}: {name}" for rank, (name, _) in enumerate(headers))
-            other = f"the processes of this run do not do the same ({doing}): make the same call in all of them"
-            raise RankError("; ".join(stopped) or other)
+            mismatch = f"the processes of this run do not do the same ({doing}): make the same call in all of them"
+            raise RankError("; ".join(stopped) or mismatch)
         return [value for _, value in headers]
 
-    def gather_numbered(self, what: str, own: Mapping[int, Any]) -> dict[int, Any]:
-        """The values of all processes, each with a number that no other has."""
-        return {number: value for of_rank in self.all_gather(what, own) for number, value in of_rank.items()}
+    def gather_numbered(self, exchange: str, local: Mapping[int, Any]) -> dict[int, Any]:
+        """Merge the values of all processes, each of which has a number of its own."""
+        return {number: value for values in self.all_gather(exchange, local) for number, value in values.items()}
 
-    def dealt_out(self, what: str, work: Callable[[Any], Any], jobs: Iterable[Any]) -> list[Any]:
-        """What ``work`` gives for each of the jobs, which are dealt out in turns. Results are sent as pickles."""
-        own = {number: work(job) for number, job in enumerate(jobs) if number % self.size == self.rank}
-        return [value for _, value in sorted(self.gather_numbered(what, own).items())]
+    def dealt_out(self, exchange: str, work: Callable[[Any], Any], jobs: Iterable[Any]) -> list[Any]:
+        """Run ``work`` on the jobs, dealt out to the processes in turns -> all results, which are sent as pickles."""
+        local = {number: work(job) for number, job in enumerate(jobs) if number % self.size == self.rank}
+        return [value for _, value in sorted(self.gather_numbered(exchange, local).items())]
 
     def check_same(self, facts: Mapping[str, Any], advice: str) -> None:
         """Raise ValueError, with the first difference and ``advice``, unless every process has the same ``facts``."""
-        of_ranks = self.all_gather("a comparison of what all processes must share", dict(facts))
-        for name in dict.fromkeys(name for facts in of_ranks for name in facts):
-            values = [facts.get(name, "nothing") for facts in of_ranks]
+        by_rank = self.all_gather("a comparison of what all processes must share", dict(facts))
+        for name in dict.fromkeys(name for facts in by_rank for name in facts):
+            values = [facts.get(name, "nothing") for facts in by_rank]
             for rank, value in enumerate(values):
                 if value != values[0]:
                     raise ValueError(
@@ -163,15 +163,15 @@ class Processes:
                         f"rank {rank} has {value}; {advice}"
                     )
 
-    def all_reduce(self, what: str, tensors: Sequence[Tensor]) -> None:
+    def all_reduce(self, exchange: str, tensors: Sequence[Tensor]) -> None:
         """Replace each tensor, in all processes, by its sum over them."""
-        device_types = self.all_gather(what, [tensor.device.type for tensor in tensors])
+        device_types = self.all_gather(exchange, [tensor.device.type for tensor in tensors])
         if dist is not None and self.size > 1:
-            self._send(what, tensors, device_types, [dist.all_reduce] * len(tensors))
+            self._send(exchange, tensors, device_types, [dist.all_reduce] * len(tensors))
 
     def broadcast(
         self,
-        what: str,
+        exchange: str,
         tensors: Sequence[Tensor],
         senders: Sequence[int],
         value: Any = None,
@@ -182,12 +182,12 @@ class Processes:
 
         Shapes and dtypes are the same in all processes that have a part in it.
         """
-        headers = self.all_gather(what, ([tensor.device.type for tensor in tensors], value))
+        headers = self.all_gather(exchange, ([tensor.device.type for tensor in tensors], value))
         if dist is not None and self.size > 1:
             sends = [partial(dist.broadcast, src=sender) for sender in senders]
             if receivers is not None:
                 sends = [partial(self._send_to, sender, receiver) for sender, receiver in zip(senders, receivers)]
-            self._send(what, tensors, [device_types for device_types, _ in headers], sends, as_bytes=True)
+            self._send(exchange, tensors, [device_types for device_types, _ in headers], sends, as_bytes=True)
         return [value for _, value in headers]
 
     def _send_to(self, sender: int, receiver: int, tensor: Tensor, group: Any) -> None:
@@ -208,16 +208,16 @@ class Processes:
         if dist is not None and group is not None and dist.is_initialized():
             dist.destroy_process_group(group)
 
-    def _gather(self, what: str, value: Any) -> list[tuple[str, Any]]:
+    def _gather(self, exchange: str, value: Any) -> list[tuple[str, Any]]:
         assert dist is not None
         assert self._group is not None
         headers: list[Any] = [None] * self.size
-        with self._sending(what):
-            dist.all_gather_object(headers, (what, value), group=self._group)
+        with self._sending(exchange):
+            dist.all_gather_object(headers, (exchange, value), group=self._group)
         return headers
 
     @contextmanager
-    def _sending(self, what: str) -> Iterator[None]:
+    def _sending(self, exchange: str) -> Iterator[None]:
         """An error in here ends the run: the connection is useless after it."""
         try:
             yield
@@ -229,13 +229,13 @@ class Processes:
             text = " ".join(str(error).split())[:200]
         self._close()  # out here, where no traceback holds the group
         raise RankError(
-            f"another process of this run died, left or did not come in time, as rank {self.rank} noticed at {what!r}; "
-            f"look at what the others printed, and start all again ({text})"
+            f"another process of this run died, left or did not come in time, as rank {self.rank} noticed at "
+            f"{exchange!r}; look at what the others printed, and start all again ({text})"
         )
 
     def _send(
         self,
-        what: str,
+        exchange: str,
         tensors: Sequence[Tensor],
         device_types: list[list[str]],
         sends: Sequence[Callable[..., Any]],
@@ -244,11 +244,11 @@ class Processes:
     ) -> None:
         """``sends``: what sends each tensor. Through the default group if it serves the device that all ranks have a
         tensor on, else through the CPU. ``as_bytes``: backends differ in the dtypes that they take."""
-        with self._sending(what):
-            for tensor, send, *of_ranks in zip(tensors, sends, *device_types):
+        with self._sending(exchange):
+            for tensor, send, *types in zip(tensors, sends, *device_types):
                 if not tensor.numel():
                     continue
-                direct = len(set(of_ranks)) == 1 and _serves(tensor.device)
+                direct = len(set(types)) == 1 and _serves(tensor.device)
                 values = tensor.detach().to(tensor.device if direct else "cpu").contiguous()
                 send(values.view(-1).view(torch.uint8) if as_bytes else values, group=None if direct else self._group)
                 if values.data_ptr() != tensor.data_ptr():
@@ -257,7 +257,8 @@ class Processes:
 
 @contextmanager
 def while_others_wait(asked: bool | None) -> Iterator[bool]:
-    """Work of one process for all: it gets True; the others get False, and wait for it at the end.
+    """Context for work that one process does for all: it yields True there and False in the others, which wait at the
+    end.
 
     ``asked`` as for `count_processes`. An error becomes a RankError in the others.
     """
@@ -276,13 +277,13 @@ def launched_group() -> Iterator[None]:
         yield
         return
     gpus = torch.cuda.is_available() and dist.is_nccl_available()
-    store, *place = next(dist.rendezvous("env://", timeout=TIMEOUT))
+    store, *numbers = next(dist.rendezvous("env://", timeout=TIMEOUT))
     if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
         # torchrun has one store for all attempts, which still says where the processes of the last one were to be
         # reached. Machines count their attempts each for itself.
         store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT')}", store)
     backend = "cpu:gloo,cuda:nccl" if gpus else "gloo"
-    dist.init_process_group(backend, timeout=TIMEOUT, store=store, rank=place[0], world_size=place[1])
+    dist.init_process_group(backend, timeout=TIMEOUT, store=store, rank=numbers[0], world_size=numbers[1])
     try:
         yield
     finally:
@@ -299,8 +300,8 @@ def rank() -> int:
     return dist.get_rank() if dist is not None and in_group() else 0
 
 
-def own_device(device: str) -> str:
-    """The device of this process where all are given ``device``: "cuda" is a GPU of its own for each."""
+def local_device(device: str) -> str:
+    """The device of this process where all are given ``device``: each has a GPU of its own for "cuda"."""
     if device != "cuda" or count_processes(None) == 1:
         return device
     return f"cuda:{os.environ.get('LOCAL_RANK', '0')}"

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from modelopt_sparse.accuracy.distill import Teacher, distill
+from modelopt_sparse.accuracy.distill import Teacher, distill_from
 from modelopt_sparse.accuracy.fisher import with_metrics
 from modelopt_sparse.accuracy.tuning import BatchNumbers
 from modelopt_sparse.budget.choose import BudgetCurve, budgeted, curve_of
@@ -83,7 +83,7 @@ def prune(
     """
     config = config if processes.rank == 0 else replace(config, progress=False)
     plan = plan_for(model, method, config)
-    check_options(plan, config)
+    check_run(plan, config)
     _check(model, plan, config, storage)
     if processes.size > 1 and storage.resident:  # of others all is compared when their files are opened
         facts = common_to_processes(model, plan, config)
@@ -124,7 +124,7 @@ def prune(
         del blocks, data  # what they hold is not needed any more
         if teacher is not None:
             with run.part("distillation"):
-                distill(teacher, run)
+                distill_from(teacher, run)
     return report
 
 
@@ -146,7 +146,7 @@ def budget_curve(
     with Processes.of(distributed_in(config, options)) as processes, run_eagerly(model):
         resolved, config = resolve(method, config, {**options, "budget": budget})
         plan = plan_for(inside, resolved, config)
-        check_options(plan, config)
+        check_run(plan, config)
         _check(inside, plan, config, InMemory())
         with calibrating(inside):
             run = Run(inside, plan, config, InMemory(), processes, Report.begin((), (), {}))
@@ -202,8 +202,8 @@ def _refuse_to_distill(model: nn.Module, config: SparsifyConfig) -> None:
 
 
 def _distillable(data: CalibrationData, method: Method) -> CalibrationData:
-    """Data whose run distills, after one call of the dense model. If that is optional, and the model cannot be
-    distilled, the run leaves it out, and the report says why; otherwise ValueError is raised."""
+    """Try to distill with one call of the dense model. If distillation is optional and fails, the run leaves it out,
+    and the report says why; otherwise ValueError is raised."""
     run, why = data.run, None
     try:
         if data.calls is None or not run.config.enforce:
@@ -224,8 +224,9 @@ def _distillable(data: CalibrationData, method: Method) -> CalibrationData:
 
 
 def _judge(data: CalibrationData) -> Callable[[], float] | None:
-    """How far the model's output is from what it is now, on the calls held back to try ways of tuning. None where
-    nothing is left open by `Reconstruct`, or where the model cannot be asked, as the report says."""
+    """Make the function that measures how far the model's output is from what it is now, on the calls held back to try
+    ways of tuning. None where nothing is left open by `Reconstruct`, or where the model cannot be asked, as the
+    report says."""
     run, options, judge, why = data.run, data.run.config.reconstruct, None, None
     if options is None or not options.tries:
         return None
@@ -234,8 +235,8 @@ def _judge(data: CalibrationData) -> Callable[[], float] | None:
             raise ValueError("the model is streamed" if data.calls else "a forward_loop calls it in its own way")
         _refuse_to_distill(run.model, run.config)
         batches = BatchNumbers.of_calls(data, one_of=HELD_BACK_FOR_OUTPUTS)
-        teacher = Teacher.of(data, [batches.own[n] for n in batches.held_back if n in batches.own] or [0])
-        judge = partial(batches.judged, teacher.divergence)
+        teacher = Teacher.of(data, [batches.local[n] for n in batches.held_back if n in batches.local] or [0])
+        judge = partial(batches.validation_error, teacher.divergence)
     except ValueError as error:
         why = str(error).removeprefix("distill: ").removesuffix(": leave distill out")
     why = next(filter(None, run.processes.all_gather("whether the model can be asked", why)), None)
@@ -245,8 +246,8 @@ def _judge(data: CalibrationData) -> Callable[[], float] | None:
     return judge
 
 
-def check_options(plan: Plan, config: SparsifyConfig) -> None:
-    """Raise ValueError for what a plan can be made with, and a run cannot be started with."""
+def check_run(plan: Plan, config: SparsifyConfig) -> None:
+    """Raise ValueError for options that a plan can be made with, but a run cannot be started with."""
     if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
         raise ValueError(
             "sparsify is called under torch.autocast, which would round what solvers compute: leave it, and give "
@@ -266,9 +267,9 @@ def check_options(plan: Plan, config: SparsifyConfig) -> None:
 
 
 def _check(model: nn.Module, plan: Plan, config: SparsifyConfig, storage: Storage) -> None:
-    """What only a model with values can be asked, still before any work."""
-    if (said := tight(plan, config)) is not None:
-        warnings.warn(said, stacklevel=2)
+    """Check what only a model with values can be asked, before any work."""
+    if (shortage := tight(plan, config)) is not None:
+        warnings.warn(shortage, stacklevel=2)
     names = {layer_plan.layer.parameter_name for layer_plan in plan.layers}
     refuse_what_cannot_be_written(model, names, masks=config.enforce)
     if config.reconstruct is not None:
@@ -278,8 +279,8 @@ def _check(model: nn.Module, plan: Plan, config: SparsifyConfig, storage: Storag
     if config.must_distill:
         _refuse_to_distill(model, config)
     if (config.tunes or config.budget is not None) and any(x.is_inference() for x in model.parameters()):
-        what = "reconstruct, distill and budget need gradients: leave them out"
-        raise ValueError(f"{what}, or make the model outside of torch.inference_mode")
+        problem = "reconstruct, distill and budget need gradients: leave them out"
+        raise ValueError(f"{problem}, or make the model outside of torch.inference_mode")
     for layer_plan in plan.layers:
         if is_sharded(layer_plan.layer.parameter):
             raise ValueError(

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from modelopt_sparse.distributed import Processes
-from modelopt_sparse.model.devices import bytes_in_use, in_eval_mode, input_device, offload_again
+from modelopt_sparse.model.devices import bytes_in_use, in_eval_mode, input_device, reoffload
 from modelopt_sparse.model.layers import Layer
 from modelopt_sparse.plan.options import SparsifyConfig
 from modelopt_sparse.plan.plan import Plan
@@ -44,7 +44,7 @@ def refuse_unusable(layer: Layer) -> None:
 
 
 class Storage(ABC):
-    """What holds the blocks of a model. ``resident``: all at once, so that the whole model can be called at any time.
+    """Holds the blocks of a model. ``resident``: all at once, so that the whole model can be called at any time.
     ``spills``: activations are held on disk. ``reused``: how many blocks so far are those of a run that was stopped."""
 
     resident = True
@@ -53,9 +53,9 @@ class Storage(ABC):
 
     @abstractmethod
     def open(self, block: nn.Module | None, report: Report) -> AbstractContextManager[Callable[[], None] | None]:
-        """Entered for all the work on one block (None: on what is in no block), one block after the other. Of a block
-        that an earlier run has made sparse, so that only its output is needed, it gives what puts that run's weights in
-        the place of the dense ones."""
+        """Context for all work on one block (None: on what is in no block), one block after the other. If an earlier
+        run has made the block sparse, it yields a function that writes that run's weights over the dense ones; else
+        None."""
 
     @abstractmethod
     def load(self, module: nn.Module) -> None:
@@ -67,15 +67,15 @@ class Storage(ABC):
 
     @abstractmethod
     def hold_activations(self, x: Tensor) -> Tensor:
-        """The same values, wherever activations are held from one block to the next."""
+        """Move activations to where they are held from one block to the next; the values are the same."""
 
     @abstractmethod
     def hold_weights(self, x: Tensor) -> Tensor:
-        """The same values, wherever solutions that are only tried are held."""
+        """Move a solution that is only tried to where such are held; the values are the same."""
 
     @abstractmethod
     def recall(self) -> dict[str, Any] | None:
-        """What the run that this one goes on from has kept of its choice."""
+        """The choice that the run which this one goes on from has kept (`keep`); None if there is none."""
 
     @abstractmethod
     def keep(self, choice: dict[str, Any]) -> None:
@@ -84,7 +84,7 @@ class Storage(ABC):
 
     @abstractmethod
     def write_as(self, names: Mapping[str, str]) -> None:
-        """Blocks that are written have these names, by their own: a block without one is not written."""
+        """Set the names that blocks are written under, by their own; a block without one is not written."""
 
 
 class InMemory(Storage):
@@ -129,7 +129,7 @@ def calibrating(model: nn.Module) -> Iterator[None]:
         try:
             yield
         except BaseException:
-            offload_again(model)  # what accelerate had loaded for a forward
+            reoffload(model)  # what accelerate had loaded for a forward
             raise
 
 
@@ -239,7 +239,7 @@ class Run:
         return {module for layer_plan in self.plan.layers for module in layer_plan.layer.hooked_modules}.union(linears)
 
     def so_far(self) -> list[str]:
-        """What stands behind the bar: the last error, the memory in use, and blocks of a stopped run."""
+        """Texts behind the bar: the last error, the memory in use, and blocks of a stopped run."""
         error, reused = "", self.storage.reused
         if self.report.blocks:
             error = f"error {self.report.blocks[-1].error_after:.4f} of the block before"
@@ -248,6 +248,6 @@ class Run:
         return [error, self.memory_in_use(), f"{reused} blocks reused" if reused else ""]
 
     def memory_in_use(self) -> str:
-        """Of this process, where the model's blocks run."""
+        """The bytes in use where the model's blocks run, as text."""
         device = self.config.device or input_device(self.model)
         return f"{bytes_in_use(device) / 1e9:.1f} GB"

@@ -291,6 +291,7 @@ def test_a_run_patches_nothing_and_sets_nothing(method):
 
 # names that say nothing of what they hold, or that mean several things
 RIDDLES = {"target", "item", "given", "found", "their", "keep", "kept"}
+RIDDLES |= {"own", "each", "other", "said", "there", "how", "more", "what"}
 # where one of them stands all the same, and why
 ALLOWED = {
     ("checkpoint/stream.py", "target"): "a public parameter of sparsify_checkpoint: the folder to write",
@@ -298,6 +299,19 @@ ALLOWED = {
     ("shrinking/shrink.py", "kept"): "a public option of shrink, and what it reads",
     ("shrinking/sizes.py", "kept"): "the same",
     ("reports/values.py", "kept"): "the section of the report that this option takes",
+    ("training/algorithms.py", "other"): "a public parameter of Group.extend",
+    ("training/iso_flop/transform.py", "other"): "a public field of IsoPlan, and a key of its JSON",
+}
+# files of which some names are riddles still
+UNNAMED = {
+    "checkpoint/folder.py": {"each", "other"},
+    "checkpoint/save.py": {"each", "how", "other", "said", "what"},
+    "checkpoint/stream.py": {"each", "how", "more", "said", "what"},
+    "checkpoint/streamed.py": {"own"},
+    "checkpoint/verify.py": {"each", "said", "what"},
+    "checkpoint/workfolder.py": {"there"},
+    "cli/commands.py": {"each", "more", "own"},
+    "cli/inputs.py": {"what"},
 }
 
 
@@ -311,7 +325,8 @@ def test_no_parameter_field_or_local_is_a_riddle():
                 names.add((name, node.id))
             elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
                 names.add((name, node.attr))
-    assert {(file, name) for file, name in names if name in RIDDLES} == set(ALLOWED)
+    riddles = {(file, name) for file, name in names if name in RIDDLES and name not in UNNAMED.get(file, ())}
+    assert riddles == set(ALLOWED)
 
 
 def test_one_file_knows_how_accelerate_leaves_its_hooks():

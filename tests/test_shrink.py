@@ -215,7 +215,7 @@ def test_refused_with_the_model_untouched(case):
 
 
 MODELS = {
-    "places": (lambda: odd(ScaledByPlace), {"blocks": [1]}, "know their places"),
+    "places": (lambda: odd(ScaledByPlace), {"blocks": [1]}, "depend on their index"),
     "norm": (lambda: odd(NormedLlama), {"mlp": 0.25}, "not of channels between two linear layers"),
     "softmax": (lambda: odd(SoftmaxLlama), {"mlp": 0.25}, "MLPs cannot be cut"),
     "sparse": (lambda: mts.sparsify(shrinkable("Llama"), "magnitude", pattern="2:4"), {"mlp": 0.25}, "is sparse"),
@@ -506,7 +506,7 @@ def test_calls_that_do_not_come_to_a_block_count_for_what_judges(monkeypatch):
     block = nn.Linear(2, 2)
     calls = [WalkedCall(SimpleNamespace(number=number, masks=None), (block,)) for number in (1, 3)]  # type: ignore[arg-type]  # what is asked of a call
     again, seen, places = MagicMock(), _Seen(Mock(), Mock(), set()), []
-    again.run_to.side_effect = lambda *args: places.append(seen.place)
+    again.run_to.side_effect = lambda *args: places.append(seen.number)
     walk = AtBlock(again, calls, Order([block], ()))
     walk.at(block).collect([], seen.see, seen.begin)
     assert places == [1, 3]

@@ -34,7 +34,7 @@ from modelopt_sparse.reports.values import Distilled
 from modelopt_sparse.run import Run
 
 # the divergence before it, in nats, or in parts of the variance, from which on the whole learning rate is taken
-FULL_RATE, FULL_OF_SQUARED = 1.0, 0.1
+FULL_RATE_KL, FULL_RATE_SQUARED = 1.0, 0.1
 OF_THE_LOSS = ("labels", "shift_labels", "num_items_in_batch")  # arguments that only the model's own loss needs
 
 
@@ -52,24 +52,24 @@ class Teacher:
 
     @classmethod
     def of(cls, data: CalibrationData, numbers: Sequence[int] | None = None) -> "Teacher":
-        """Recorded while the model is dense: one run over the data, or over the calls of these ``numbers``.
+        """Record the dense model's outputs in one run over the data, or over the calls of these ``numbers``.
 
         Raises ValueError where it is not known what counts of the output, and for a model that does more with what its
         head puts out than sample by sample.
         """
-        model, answers, of_head = data.run.model, list[Tensor](), list[Tensor]()
+        model, answers, head_inputs = data.run.model, list[Tensor](), list[Tensor]()
         first: list[Output] = []
         assert data.calls is not None
         data = replace(data, calls=[_without_loss(model, call) for call in data.calls], metrics={})
         head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
 
         def before_head(module: nn.Module, args: tuple) -> None:
-            of_head[:] = [args[0]]
+            head_inputs[:] = [args[0]]
 
         def after_model(module: nn.Module, args: tuple, output: Any) -> None:
             counts = data.counted(output)
             first[:] = first or [counts]
-            answer = of_head[0] if of_head and counts.is_logits else counts.values
+            answer = head_inputs[0] if head_inputs and counts.is_logits else counts.values
             answers.append(answer.detach().to("cpu", copy=True))
 
         with ExitStack() as hooks:
@@ -92,7 +92,7 @@ class Teacher:
         return dense.sums(sparse)
 
     def _side_by_side(self, index: int, answer: Tensor) -> tuple[Output, Output]:
-        """(what an ``answer`` stands for, the output of call ``index``)."""
+        """(the output that ``answer`` stands for, the model's output in call ``index``)."""
 
         def beside(module: nn.Module, args: tuple) -> tuple:
             return (torch.cat([answer.to(args[0].device), args[0]]), *args[1:])
@@ -105,8 +105,7 @@ class Teacher:
         return replace(both, values=dense), replace(both, values=sparse)
 
     def _check_itself(self, number: int, predicted: Tensor) -> None:
-        """The call of this number has to be ``predicted`` as before, beside another answer than its own if there is a
-        head."""
+        """Check that the call puts out ``predicted`` again beside another answer than its own, if there is a head."""
         try:
             _, again = self._side_by_side(number, self.answers[number] / 2)
             if not _close(again.values.detach(), predicted):
@@ -116,27 +115,27 @@ class Teacher:
             raise ValueError(f"distill: {why}: leave distill out") from error
 
 
-def distill(teacher: Teacher, run: Run) -> None:
+def distill_from(teacher: Teacher, run: Run) -> None:
     """Tune the kept weights, norms and biases of the whole model by Adam on the mean divergence from the dense model's
     output, and report it. Never worse on the steps held back, a quarter of them, see `tune`."""
     options, model = run.config.distill, run.model
     assert options is not None
-    layers = [plan.layer for plan in run.plan.layers]
+    layers = [layer_plan.layer for layer_plan in run.plan.layers]
     masks = {layer.parameter: dict(named_masks(layer.owner)).get(layer.param) for layer in layers}
     outputs = outputs_of(run.plan.layers)
     chosen = dict(tunable(model, model, masks, vectors=True))
     batches = BatchNumbers.of_calls(teacher.data, one_of=HELD_BACK_FOR_OUTPUTS)
-    by = run.report.settings.get("divergence")
+    measure = run.report.settings.get("divergence")
     began = time.perf_counter()
 
-    def loss(place: int) -> Tensor:
+    def loss(index: int) -> Tensor:
         # the sum: means of many small gradients would leave float16's range
-        dense, sparse = teacher.outputs(place)
+        dense, sparse = teacher.outputs(index)
         return dense.apart(sparse).sum()
 
     def judge() -> float:
-        divergence = batches.judged(teacher.divergence)
-        bar.say(f"{in_words(by)[0]} {before:.4f} -> {divergence:.4f}", run.memory_in_use())
+        divergence = batches.validation_error(teacher.divergence)
+        bar.say(f"{in_words(measure)[0]} {before:.4f} -> {divergence:.4f}", run.memory_in_use())
         return divergence
 
     with (
@@ -146,8 +145,8 @@ def distill(teacher: Teacher, run: Run) -> None:
     ):
         moments = torch.bfloat16 if options.moments == "bfloat16" else None
         weights = TunedWeights(chosen, outputs, options.learning_rate, None, moments)
-        before = batches.judged(teacher.divergence)
-        weights.slow_down(before, FULL_OF_SQUARED if by == "squared" else FULL_RATE)
+        before = batches.validation_error(teacher.divergence)
+        weights.scale_rate(before, FULL_RATE_SQUARED if measure == "squared" else FULL_RATE_KL)
         try:
             best, epoch, notes = tune(weights, batches, options.epochs, run.config.seed, loss, judge, before, bar)
         except BaseException:
@@ -157,7 +156,7 @@ def distill(teacher: Teacher, run: Run) -> None:
 
 
 def _without_loss(model: nn.Module, call: Call) -> Call:
-    """The call without what the model's own loss needs, whose batch would have another size."""
+    """The call without arguments of the model's own loss, whose batch would have another size."""
     kwargs = {name: value for name, value in call.kwargs.items() if name not in OF_THE_LOSS}
     labels = call.kwargs.get("labels")
     if is_encoder_decoder(model) and labels is not None and "decoder_input_ids" not in kwargs:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from modelopt_sparse.calibration.data import load_calls, samples
+from modelopt_sparse.calibration.data import batch_rows, load_calls
 from modelopt_sparse.calibration.forward import CalibrationData
 from modelopt_sparse.distributed import Processes
 from modelopt_sparse.model.devices import input_device
@@ -69,19 +69,20 @@ def evaluate(
     bar = Progress("evaluate", "batch", len(calls), show=progress)
     with calibrating(run.model), calibrating(runs[-1].model), bar:
         for number, call in enumerate(calls):
-            sides = [CalibrationData(each, calls) for each in runs]
-            own, *dense = outputs = [side.counted(*side.output_of(number)) for side in sides]
-            losses = [_loss(each.values, call.kwargs["input_ids"]) for each in outputs if as_text]
-            sums.append([*losses, *(x for each in dense for x in each.sums(own))])
+            sides = [CalibrationData(side, calls) for side in runs]
+            model_output, *dense = outputs = [side.counted(*side.output_of(number)) for side in sides]
+            losses = [_loss(counted.values, call.kwargs["input_ids"]) for counted in outputs if as_text]
+            sums.append([*losses, *(x for counted in dense for x in counted.sums(model_output))])
             bar.update()
-    added, rows = [sum(column) for column in zip(*sums)], sum(samples(call.args, call.kwargs) for call in calls)
+    added, rows = [sum(column) for column in zip(*sums)], sum(batch_rows(call.args, call.kwargs) for call in calls)
     losses, count = added[: len(runs) * as_text], rows * ((seq_len or 2) - 1)
     if any(map(math.isnan, added)):
         whose = "a model's" if not losses else "the model's" if math.isnan(losses[0]) else "the reference's"
         raise ValueError(f"{whose} output holds NaN or inf on these data: run it in bfloat16 or float32")
-    of_model, of_dense = [*(_exp(loss / count) for loss in losses), None, None][:2]
-    apart, by = None if reference is None else relative(added[len(losses) :]), run.report.settings.get("divergence")
-    return Evaluation(of_model, of_dense, apart, rows, seq_len, by or "kl")
+    perplexity, reference_perplexity = [*(_exp(loss / count) for loss in losses), None, None][:2]
+    distance = None if reference is None else relative(added[len(losses) :])
+    measure = run.report.settings.get("divergence") or "kl"
+    return Evaluation(perplexity, reference_perplexity, distance, rows, seq_len, measure)
 
 
 def _windows(model: nn.Module, tokens: Tensor, seq_len: int, batch_size: int | None) -> Sequence[Tensor]:
@@ -114,5 +115,5 @@ def _loss(logits: Tensor, batch: Tensor) -> float:
 
 
 def _exp(mean_loss: float) -> float:
-    """Infinity where a model has collapsed, and Python's would raise OverflowError."""
+    """exp, with infinity where a model has collapsed: Python's raises OverflowError."""
     return float(torch.tensor(mean_loss, dtype=torch.float64).exp())

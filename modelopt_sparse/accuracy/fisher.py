@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from modelopt_sparse.accuracy.tuning import only_these_require_grad
-from modelopt_sparse.calibration.data import samples
+from modelopt_sparse.calibration.data import batch_rows
 from modelopt_sparse.calibration.forward import CalibrationData, NumberedCall
 from modelopt_sparse.calibration.stats import shared_sums
 from modelopt_sparse.model.devices import flat_tensors, has_hook, input_device
@@ -92,8 +92,8 @@ class _Onloaded:
 # sums over the gradients of one backward pass -------------------------------------------------------------------------
 
 
-SAMPLES = 32  # rows of calibration data in all processes, at least one call of each
-WEIGHED = 16  # of them are enough for the losses of layers
+METRIC_ROWS = 32  # rows of calibration data in all processes, at least one call of each
+LOSS_ROWS = 16  # of them are enough for the losses of layers
 PLAIN = 0.1  # share of the plain squared error in the metric: no direction counts for nothing
 
 
@@ -114,13 +114,13 @@ class Gradients:
 
 @dataclass
 class _Sums:
-    """Over this process's calls: by the place of a block those of its output, by name those of a layer."""
+    """Sums over this process's calls: of the outputs of blocks by index of the block, of layers by their name."""
 
-    of: dict[int | str, Tensor] = field(default_factory=dict)
+    by_key: dict[int | str, Tensor] = field(default_factory=dict)
 
-    def take_output(self, place: int, gradient: Tensor) -> None:
+    def take_output(self, index: int, gradient: Tensor) -> None:
         rows = gradient.detach().flatten(0, -2).float()
-        self._add(place, rows.T @ rows)
+        self._add(index, rows.T @ rows)
 
     def take_gradient(self, layer: Layer, weight: Tensor) -> None:
         assert weight.grad is not None
@@ -128,15 +128,15 @@ class _Sums:
         weight.grad = None
 
     def _add(self, key: int | str, values: Tensor) -> None:
-        self.of[key] = self.of[key] + values if key in self.of else values
+        self.by_key[key] = self.by_key[key] + values if key in self.by_key else values
 
 
 def gradients_of(data: CalibrationData, blocks: Sequence[nn.Module], layers: Sequence[Layer]) -> Gradients | None:
     """One forward and one backward of the dense model over the first rows of the user's data, with labels drawn from
     its predictions; of all processes together. None where no gradient of the output reaches blocks and layers. Raises
     OutputError where it is not known what counts of the output."""
-    run, places = data.run, {block: place for place, block in enumerate(blocks)}
-    numbers = users_first(data, SAMPLES if blocks else WEIGHED)
+    run, indices = data.run, {block: index for index, block in enumerate(blocks)}
+    numbers = users_first(data, METRIC_ROWS if blocks else LOSS_ROWS)
     weights = {layer.parameter: layer for layer in layers}
     under_way: list[NumberedCall] = []
     sums = _Sums()
@@ -146,18 +146,18 @@ def gradients_of(data: CalibrationData, blocks: Sequence[nn.Module], layers: Seq
         state = flat_tensors(output)[0]
         if state.dim() in (2, 3) and torch.is_grad_enabled():
             state.requires_grad_(True)  # nothing before it may ask for gradients
-            state.register_hook(partial(sums.take_output, places[block]))
+            state.register_hook(partial(sums.take_output, indices[block]))
 
     def after_model(model: nn.Module, args: tuple, output: Any) -> None:
         numbered = under_way.pop()
         counts = data.counted(output, numbered.masks.at(data.sides[run.model]))
         if counts.values.requires_grad:
             step, row = numbered.call.step, numbered.call.row
-            number = numbered.number * run.processes.size + run.processes.rank - data.own if step is None else step
+            number = numbered.number * run.processes.size + run.processes.rank - data.written if step is None else step
             # each batch has random numbers of its own, so that any number of processes draws the same labels
-            each = counts.drawn_loss((run.config.seed * 1_000_003 + number) % 2**63, row)
-            moments.append(counts.moments(len(each)))
-            each.sum().backward()
+            losses = counts.drawn_loss((run.config.seed * 1_000_003 + number) % 2**63, row)
+            moments.append(counts.moments(len(losses)))
+            losses.sum().backward()
 
     with ExitStack() as hooks:
         hooks.enter_context(only_these_require_grad(run.model, weights))
@@ -169,14 +169,14 @@ def gradients_of(data: CalibrationData, blocks: Sequence[nn.Module], layers: Seq
         hooks.enter_context(run.model.register_forward_hook(after_model))
         hooks.enter_context(torch.enable_grad())
         data.run_model(under_way.append, numbers=numbers)
-    totals = shared_sums(sums.of, run.processes, run.config.device or torch.device("cpu"))
-    of_calls = [each for of_rank in run.processes.all_gather("the tokens of gradients", moments) for each in of_rank]
-    tokens = size_of([sum(column) for column in zip(*of_calls)] or [0.0])
+    totals = shared_sums(sums.by_key, run.processes, run.config.device or torch.device("cpu"))
+    by_call = [values for by_rank in run.processes.all_gather("the tokens of gradients", moments) for values in by_rank]
+    tokens = size_of([sum(column) for column in zip(*by_call)] or [0.0])
     if not tokens:
         return None
     shapes = {layer.name: layer.matrix(layer.parameter).shape[:-1] for layer in layers}
     rows = {name: totals.get(name, torch.zeros(shape, dtype=torch.float64)) for name, shape in shapes.items()}
-    return Gradients(tokens, {block: totals[place] for block, place in places.items() if place in totals}, rows)
+    return Gradients(tokens, {block: totals[index] for block, index in indices.items() if index in totals}, rows)
 
 
 # the metric -----------------------------------------------------------------------------------------------------------
@@ -188,8 +188,8 @@ def wants_metrics(config: SparsifyConfig) -> bool:
 
 
 def with_metrics(data: CalibrationData, gradients: Gradients | None = None) -> CalibrationData:
-    """Data that knows the metric of each block's output, if `reconstruct` asks for one: by the gradients that were
-    given, or by a pass of its own.
+    """Find the metric of each block's output, if `reconstruct` asks for one, from these ``gradients`` or by a pass of
+    its own.
 
     Raises ValueError where there is none; with metric="auto" the report says why errors are plain.
     """
@@ -211,26 +211,26 @@ def with_metrics(data: CalibrationData, gradients: Gradients | None = None) -> C
 
 
 def metric(fisher: Tensor) -> Tensor:
-    """R [D, D], symmetric, of a Fisher information up to a factor: ``|(y - goal) R|^2`` is the error of an output. A
-    mean direction counts as in the plain squared error."""
+    """Fisher information [D, D] up to a factor -> R [D, D], symmetric: ``|(y - goal) R|^2`` is the error of an output,
+    in which a mean direction counts as in the plain squared error."""
     size, trace = fisher.shape[0], float(fisher.double().trace())
     identity = torch.eye(size, dtype=torch.float64, device=fisher.device)
-    share = fisher.double() * (size / trace) if trace > 0 else identity
-    values, vectors = torch.linalg.eigh((1 - PLAIN) * share + PLAIN * identity)
+    scaled = fisher.double() * (size / trace) if trace > 0 else identity
+    values, vectors = torch.linalg.eigh((1 - PLAIN) * scaled + PLAIN * identity)
     return ((vectors * values.clamp_min(0).sqrt()) @ vectors.T).float()
 
 
 def users_first(data: CalibrationData, wanted: int) -> list[int]:
-    """The numbers of those calls of this process that are among the first of all processes' which are not text of the
-    model's own and have about so many rows together; at least one of each process."""
+    """Numbers of this process's share of the user's first calls, which have ``wanted`` rows together over all
+    processes; at least one call of each process. Text that the model wrote is left out."""
     assert data.calls is not None
     processes, rows, chosen = data.run.processes, 0, set[int]()
-    own = {
-        number * processes.size + processes.rank: samples(call.args, call.kwargs)
+    sizes = {
+        number * processes.size + processes.rank: batch_rows(call.args, call.kwargs)
         for number, call in enumerate(data.calls)
     }
-    for number, size in sorted(processes.gather_numbered("rows of calls", own).items()):
-        if number >= data.own and (rows < wanted or len(chosen) < processes.size):
+    for number, size in sorted(processes.gather_numbered("rows of calls", sizes).items()):
+        if number >= data.written and (rows < wanted or len(chosen) < processes.size):
             chosen.add(number)
             rows += size
-    return [number // processes.size for number in own if number in chosen]
+    return [number // processes.size for number in sizes if number in chosen]

@@ -29,24 +29,24 @@ from modelopt_sparse.plan.plan import LayerPlan
 from modelopt_sparse.run import Run
 
 # what reordering both sides may change by rounding, as a share of what reordering one side alone changes: in the
-# taker's output, and in the block's, where the residual stream's rounding weighs more
+# consumer's output, and in the block's, where the residual stream's rounding weighs more
 SAME = (0.02, 0.25)
 
-ROWS = 32  # of calibration data tell the size of channels well enough
+PERMUTATION_ROWS = 32  # of calibration data tell the size of channels well enough
 
 Move = tuple[Layer, int, Tensor]  # the dimension of a layer's matrix that is reordered (0: rows), and the new order
 
 
 @dataclass(frozen=True)
-class Fold:
+class Permutation:
     """A layer whose columns could be reordered, and layers before it whose rows would have to be reordered alike.
 
-    ``head``: channels stay inside heads of so many, and heads of the taker that follow each other may share one of the
-    maker (grouped-query attention); None: any order will do.
+    ``head``: channels stay inside heads of so many, and consecutive heads of the consumer may share one of the producer
+    (grouped-query attention); None: any order will do.
     """
 
-    taker: LayerPlan
-    makers: tuple[Layer, ...]
+    consumer: LayerPlan
+    producers: tuple[Layer, ...]
     head: int | None = None
 
 
@@ -59,31 +59,31 @@ def permute(block: BlockTask, inputs: Inputs, run: Run, undo: ExitStack) -> dict
     not to work is not tried in others of its type. A block that cannot be run by itself stays as it is; the report says
     so.
     """
-    folds = list(possible_folds(run.model, block.by_input()))
-    if not folds or not isinstance(inputs, AtBlock) or not inputs.once:
+    candidates = list(possible_permutations(run.model, block.by_input()))
+    if not candidates or not isinstance(inputs, AtBlock) or not inputs.once:
         return {}
-    takers = list({fold.taker.name: fold.taker for fold in folds}.values())
-    collector = Collector(needs={taker.name: "square_sums" for taker in takers}, share=False)
+    consumers = list({candidate.consumer.name: candidate.consumer for candidate in candidates}.values())
+    collector = Collector(needs={consumer.name: "square_sums" for consumer in consumers}, share=False)
     # of data in a forward_loop nobody knows which is the user's
-    some = inputs if inputs.data.calls is None else inputs.only(users_first(inputs.data, ROWS))
-    sums = sum_up(takers, some, collector, run)
-    stats = {names[0]: summed for names, summed in sums if isinstance(summed, Stats)}  # experts are never takers
+    some = inputs if inputs.data.calls is None else inputs.only(users_first(inputs.data, PERMUTATION_ROWS))
+    sums = sum_up(consumers, some, collector, run)
+    stats = {names[0]: summed for names, summed in sums if isinstance(summed, Stats)}  # experts are never consumers
 
     permuted: dict[str, str] = {}
     with forward_context(run):
-        modules = [*(taker.layer.owner for taker in takers), inputs.block]
+        modules = [*(consumer.layer.owner for consumer in consumers), inputs.block]
         dense = dict(zip(modules, inputs.outputs_of(modules, 0))) if inputs.calls else {}
-        for fold in folds:
-            taker = fold.taker
-            names = (layer.name.removeprefix(block.name) for layer in (taker.layer, *fold.makers))
-            kind = type(inputs.block), *names, fold.head
-            if taker.name in permuted or taker.name not in stats or kind in run.known:
+        for candidate in candidates:
+            consumer = candidate.consumer
+            names = (layer.name.removeprefix(block.name) for layer in (consumer.layer, *candidate.producers))
+            kind = type(inputs.block), *names, candidate.head
+            if consumer.name in permuted or consumer.name not in stats or kind in run.known:
                 continue
-            pattern, square_sums = taker.pattern, stats[taker.name].with_dead_channels().square_sums
+            pattern, square_sums = consumer.pattern, stats[consumer.name].with_dead_channels().square_sums
             assert isinstance(pattern, NM)
-            score = taker.layer.matrix(taker.layer.values).to(square_sums).square() * square_sums
-            moves = _moves(fold, score, pattern, run.processes)
-            before, after = (kept_share(x, pattern.n, pattern.m) for x in (score, score[:, moves[0][2]]))
+            score = consumer.layer.matrix(consumer.layer.values).to(square_sums).square() * square_sums
+            moves = _moves(candidate, score, pattern, run.processes)
+            before, after = (kept_fraction(x, pattern.n, pattern.m) for x in (score, score[:, moves[0][2]]))
             if not after > before:
                 continue
             moved = _moved(moves, inputs, dense, run)
@@ -91,31 +91,32 @@ def permute(block: BlockTask, inputs: Inputs, run: Run, undo: ExitStack) -> dict
                 run.known[kind] = False
             if moved:
                 undo.callback(_reorder, [(layer, dim, order.argsort()) for layer, dim, order in moves])
-                permuted[taker.name] = (
+                permuted[consumer.name] = (
                     f"channels reordered: the pattern keeps {after:.1%} of the score, not {before:.1%}"
                 )
     return permuted
 
 
-def possible_folds(model: nn.Module, stages: Sequence[Sequence[LayerPlan]]) -> Iterator[Fold]:
-    """What might be reordered in a block, for every layer that has its input alone, with those called right before it.
+def possible_permutations(model: nn.Module, stages: Sequence[Sequence[LayerPlan]]) -> Iterator[Permutation]:
+    """Yield the permutations to try in a block: for every layer that has its input alone, with layers called right
+    before it.
 
     ``stages`` are the layers of the block by the input that they share, in call order. Only plain linear layers that
     one module holds and that carry no mask yet. Layers that share an input cannot take another order of it each.
     """
-    for before, (taker, *others) in pairwise(stages):
-        columns = taker.shape[-1]
-        if others or not isinstance(taker.pattern, NM) or not _movable(taker.layer):
+    for before, (consumer, *others) in pairwise(stages):
+        columns = consumer.shape[-1]
+        if others or not isinstance(consumer.pattern, NM) or not _movable(consumer.layer):
             continue
-        head = getattr(model.get_submodule(taker.name.rpartition(".")[0]), "head_dim", None)
-        if isinstance(head, int) and head % taker.pattern.m == 0:
-            for maker in reversed(before):  # values mostly come after queries and keys
-                if maker.shape[-2] % head == 0 and columns % maker.shape[-2] == 0 and _movable(maker.layer):
-                    yield Fold(taker, (maker.layer,), head)
+        head = getattr(model.get_submodule(consumer.name.rpartition(".")[0]), "head_dim", None)
+        if isinstance(head, int) and head % consumer.pattern.m == 0:
+            for producer in reversed(before):  # values mostly come after queries and keys
+                if producer.shape[-2] % head == 0 and columns % producer.shape[-2] == 0 and _movable(producer.layer):
+                    yield Permutation(consumer, (producer.layer,), head)
         # a layer that makes twice as many channels is gate and up in one
-        makers = tuple(maker.layer for maker in before if maker.shape[-2] in (columns, 2 * columns))
-        if makers and all(map(_movable, makers)):
-            yield Fold(taker, makers)
+        producers = tuple(producer.layer for producer in before if producer.shape[-2] in (columns, 2 * columns))
+        if producers and all(map(_movable, producers)):
+            yield Permutation(consumer, producers)
 
 
 def _movable(layer: Layer) -> bool:
@@ -123,24 +124,25 @@ def _movable(layer: Layer) -> bool:
     return layer.adapter in (LINEAR, HF_CONV1D) and not layer.tied_modules and not masked
 
 
-def _moves(fold: Fold, score: Tensor, pattern: NM, processes: Processes) -> list[Move]:
-    """The new order of the taker's columns, and of each maker's rows."""
-    made = [layer.matrix(layer.parameter).shape[0] for layer in fold.makers]
-    if fold.head is None:
+def _moves(permutation: Permutation, score: Tensor, pattern: NM, processes: Processes) -> list[Move]:
+    """The new order of the consumer's columns, and of each producer's rows."""
+    made = [layer.matrix(layer.parameter).shape[0] for layer in permutation.producers]
+    if permutation.head is None:
         columns = channel_order(score, pattern.n, pattern.m, processes)
         rows = [torch.cat([columns + start for start in range(0, size, len(columns))]) for size in made]
     else:
-        (heads,) = (size // fold.head for size in made)
-        by_head = score.unflatten(-1, (heads, -1, fold.head))  # [R, maker's heads, taker's heads on each, channels]
+        (heads,), head = (size // permutation.head for size in made), permutation.head
+        by_head = score.unflatten(-1, (heads, -1, head))  # [R, producer's heads, consumer's heads on each, channels]
         orders = processes.dealt_out(
             "the order of channels in heads",
             lambda k: channel_order(by_head[:, k].flatten(0, 1), pattern.n, pattern.m).cpu(),
             range(heads),
         )
-        rows = [torch.cat([order + k * fold.head for k, order in enumerate(orders)])]
+        rows = [torch.cat([order + k * head for k, order in enumerate(orders)])]
         taken = [order for order in orders for _ in range(by_head.shape[2])]
-        columns = torch.cat([order + k * fold.head for k, order in enumerate(taken)])
-    return [(fold.taker.layer, 1, columns), *((maker, 0, order) for maker, order in zip(fold.makers, rows))]
+        columns = torch.cat([order + k * head for k, order in enumerate(taken)])
+    moves = ((producer, 0, order) for producer, order in zip(permutation.producers, rows))
+    return [(permutation.consumer.layer, 1, columns), *moves]
 
 
 def _moved(moves: list[Move], inputs: AtBlock, dense: Mapping[nn.Module, Tensor], run: Run) -> bool | None:
@@ -154,7 +156,7 @@ def _moved(moves: list[Move], inputs: AtBlock, dense: Mapping[nn.Module, Tensor]
 
     def changes() -> list[float]:
         outputs = inputs.outputs_of(modules, 0) if inputs.calls else []
-        return [float((now.float() - dense[module].float()).norm()) for now, module in zip(outputs, modules)]
+        return [float((output.float() - dense[module].float()).norm()) for output, module in zip(outputs, modules)]
 
     before = [(values, values.clone()) for layer, dim, _ in moves for values in _reordered(layer, dim)]
     same: bool | None = False
@@ -162,10 +164,10 @@ def _moved(moves: list[Move], inputs: AtBlock, dense: Mapping[nn.Module, Tensor]
         _reorder(moves[:1])
         torn = changes()
         _reorder(moves[1:])
-        here = all(a <= share * b for a, b, share in zip(changes(), torn, SAME)) if all(torn) else None
+        unchanged = all(a <= bound * b for a, b, bound in zip(changes(), torn, SAME)) if all(torn) else None
         # the first process that has a batch decides
-        verdicts = run.processes.all_gather("a permutation", (bool(inputs.calls), here))
-        same = next(of_process for has_batch, of_process in verdicts if has_batch)
+        verdicts = run.processes.all_gather("a permutation", (bool(inputs.calls), unchanged))
+        same = next(verdict for has_batch, verdict in verdicts if has_batch)
     finally:
         if not same:  # or interrupted half way
             for values, old in before:
@@ -183,7 +185,7 @@ def _reorder(moves: list[Move]) -> None:
 
 
 def _reordered(layer: Layer, dim: int) -> list[Tensor]:
-    """What is reordered of a layer: its weight and, along with rows, the bias."""
+    """The tensors of a layer that are reordered: its weight and, along with rows, the bias."""
     has_bias = dim == 0 and getattr(layer.owner, "bias", None) is not None
     return [layer.values, *([stored(layer.owner, "bias").detach()] if has_bias else [])]
 
@@ -216,8 +218,8 @@ def channel_order(score: Tensor, n: int, m: int, processes: Processes | None = N
         return torch.arange(columns, device=score.device)
     score = score.float()
     chunks = list(score.sum(0).argsort(descending=True, stable=True).view(m, -1))
-    groups = torch.stack([chunk.flip(0) if place % 2 else chunk for place, chunk in enumerate(chunks)], dim=1)
-    kept_score = gained = kept_share(score[:, groups.flatten()], n, m) * float(score.sum())
+    groups = torch.stack([chunk.flip(0) if index % 2 else chunk for index, chunk in enumerate(chunks)], dim=1)
+    kept_score = gained = kept_fraction(score[:, groups.flatten()], n, m) * float(score.sum())
     groups, score_CR, random = groups.cpu(), score.T.contiguous(), torch.Generator().manual_seed(0)
     parts = -(-columns // block)
     size = len(groups) // parts  # a round leaves out what remains
@@ -226,20 +228,20 @@ def channel_order(score: Tensor, n: int, m: int, processes: Processes | None = N
         swapped = (processes or Processes()).dealt_out(
             "an order of channels", lambda part: _swapped(groups[part], score_CR, n), dealt
         )
-        groups[dealt] = torch.stack([of_part for of_part, _ in swapped])
-        gained = sum(more for _, more in swapped)
+        groups[dealt] = torch.stack([new_groups for new_groups, _ in swapped])
+        gained = sum(gain for _, gain in swapped)
     return groups.flatten().to(score.device)
 
 
 def _swapped(groups: Tensor, score_CR: Tensor, n: int) -> tuple[Tensor, float]:
-    """Groups ``[G, m]`` (on the CPU) after swaps of channels -> what the kept score gains by them.
+    """Swap channels between groups ``[G, m]`` (on the CPU) -> (the groups, what the kept score gains).
 
     The best swap is made, then the best one among the groups not yet touched, and so on: swaps of disjoint groups add
     up exactly.
     """
     (size, m), gained = groups.shape, 0.0
-    own = score_CR[groups.flatten().to(score_CR.device)]
-    gain = _swap_gains(own, n, m).view(size, m, size, m).transpose(1, 2).flatten(2)
+    scores = score_CR[groups.flatten().to(score_CR.device)]
+    gain = _swap_gains(scores, n, m).view(size, m, size, m).transpose(1, 2).flatten(2)
     # a GPU would wait for the host at every swap, and its kernels would take longer to start than to run
     best, which = (tensor.cpu() for tensor in gain.max(-1))
     best.fill_diagonal_(0)  # within a group nothing changes
@@ -254,7 +256,7 @@ def _swapped(groups: Tensor, score_CR: Tensor, n: int) -> tuple[Tensor, float]:
 
 
 def _swap_gains(score_CR: Tensor, n: int, m: int) -> Tensor:
-    """``[C, R]`` in groups of m -> ``[C, C]``: what the kept score gains if channels i and j swap places.
+    """``[C, R]`` in groups of m -> ``[C, C]``: how much the kept score gains if channels i and j swap places.
 
     Take a row in which channel i leaves its group and another one comes, with the scores x_i and y. Then the group
     keeps max(y, rival) in place of max(x_i, cut), where cut is the n-th largest score of the group, and rival the n-th
@@ -276,7 +278,7 @@ def _swap_gains(score_CR: Tensor, n: int, m: int) -> Tensor:
     return change + change.T
 
 
-def kept_share(score: Tensor, n: int, m: int) -> float:
-    """The share of a score ``[R, C]`` that n:m keeps: that of the n largest of every m consecutive columns."""
+def kept_fraction(score: Tensor, n: int, m: int) -> float:
+    """The fraction of a score ``[R, C]`` that n:m keeps: the n largest of every m consecutive columns."""
     largest = score.unflatten(-1, (-1, m)).topk(n).values
     return float(largest.sum(dtype=torch.float64) / score.sum(dtype=torch.float64))

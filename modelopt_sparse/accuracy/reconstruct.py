@@ -36,7 +36,7 @@ from modelopt_sparse.run import Run
 
 @dataclass(frozen=True)
 class TunedModule:
-    """What is tuned together: the output of ``module`` (the block itself, or a child of it) should come close to
+    """A module that is tuned as one: its output (``module`` is the block, or a child of it) should come close to
     ``goals``, one for each calibration batch of this process. ``metric``: R, errors are those of outputs times R."""
 
     name: str
@@ -46,8 +46,8 @@ class TunedModule:
 
 
 def dense_goals(block: BlockTask, inputs: Inputs, run: Run) -> list[TunedModule]:
-    """What of a block is tuned, with the dense block's outputs; asked for while the block is dense. Nothing for a block
-    that cannot be run by itself; the report says so."""
+    """The modules of a block that are tuned, with their outputs; call it while the block is dense. Empty for a block
+    that cannot be run by itself, as the report says."""
     options = run.config.reconstruct
     assert options is not None
     if not isinstance(inputs, AtBlock) or not inputs.once:
@@ -64,8 +64,8 @@ def dense_goals(block: BlockTask, inputs: Inputs, run: Run) -> list[TunedModule]
     goals = inputs.dense_outputs(list(modules.values()))
     metrics = inputs.data.metrics
     return [
-        TunedModule(name, module, of_module, metrics.get(module))
-        for (name, module), of_module in zip(modules.items(), goals)
+        TunedModule(name, module, module_goals, metrics.get(module))
+        for (name, module), module_goals in zip(modules.items(), goals)
     ]
 
 
@@ -74,8 +74,7 @@ AS_SOLVED = 0.0  # the rate that changes nothing
 
 
 class Way(NamedTuple):
-    """How a block is tuned: the learning rate, whether its masks move, and whether its errors are those of the Fisher
-    metric."""
+    """A way to tune a block: the learning rate, whether its masks move, and whether errors are in the Fisher metric."""
 
     rate: float
     moves: bool
@@ -121,12 +120,12 @@ def reconstruct(
     try:
         for part, values in zip(Way._fields, left_open):
             others = [way._replace(**{part: value}) for value in values if len(values) > 1 and way.rate != AS_SOLVED]
-            for other in others:
-                if other in losses:
+            for candidate in others:
+                if candidate in losses:
                     continue
-                if reports := _tuned_parts(block, tuned, weights, movable, inputs, other, HELD_BACK_FOR_OUTPUTS):
+                if reports := _tuned_parts(block, tuned, weights, movable, inputs, candidate, HELD_BACK_FOR_OUTPUTS):
                     loss = reports[-1].error_after if judge is None else judge()
-                    losses[other] = loss if math.isfinite(loss) else math.inf
+                    losses[candidate] = loss if math.isfinite(loss) else math.inf
                 _write(solved, movable)
             way = min(losses, key=losses.__getitem__, default=way)
         reports = _tuned_parts(block, tuned, weights, movable, inputs, way, HELD_BACK)
@@ -135,20 +134,20 @@ def reconstruct(
             f"{tuned[-1].name!r}: its reconstruction was broken off; it has the best values up to then"
         )
         raise
-    by = "error of the block" if judge is None else "divergence of the model's output"
+    measure = "error of the block" if judge is None else "divergence of the model's output"
     notes = [f"{way}: {loss:.4g}" for way, loss in losses.items()]
-    notes = [f"taken: {way}, by the {by} on the batches held back", *notes] if notes else []
+    notes = [f"taken: {way}, by the {measure} on the batches held back", *notes] if notes else []
     for report in reports:
         report = replace(report, way=str(way), notes=[*report.notes, *notes])
-        run.report.reconstructed(report, {plan.name for plan in block.layer_plans})
+        run.report.reconstructed(report, {layer_plan.name for layer_plan in block.layer_plans})
 
 
 def _left_open(
     inputs: AtBlock, movable: Mapping[nn.Parameter, Movable], tuned: list[TunedModule], *, proved: bool
 ) -> list[list[Any]]:
-    """What each part of a `Way` may be by the options, or is in the way that an earlier block of the stack has taken,
-    by the report. Errors in two metrics cannot be compared: unless the model's output is asked, the Fisher metric is
-    taken where the block has one."""
+    """The values to try for each field of `Way`: those that the options allow, or the ones that an earlier block of the
+    stack has taken, by the report. Errors in two metrics cannot be compared: unless the model's output is asked, the
+    Fisher metric is taken where the block has one."""
     options = inputs.run.config.reconstruct
     assert options is not None
     rates = [*RATES, AS_SOLVED] if options.learning_rate == "auto" else [options.learning_rate]
@@ -172,7 +171,7 @@ def _copies(weights: Masks, movable: Mapping[nn.Parameter, Movable]) -> Copies:
 
 @torch.no_grad()
 def _write(copies: Copies, movable: Mapping[nn.Parameter, Movable]) -> None:
-    """Copies of weights, and of their masks, back into the model."""
+    """Write copies of weights, and of their masks, back into the model."""
     for weight, value, mask in copies:
         if mask is not None:
             movable[weight].set_mask(mask)
@@ -188,8 +187,7 @@ def _tuned_parts(
     way: Way,
     one_of: int,
 ) -> list[BlockReport]:
-    """Each module that is tuned together, one after the other; what the inner ones hold is not tuned again. ``one_of``
-    so many steps is held back."""
+    """Tune the modules one by one; what inner ones hold is not tuned again. One of ``one_of`` steps is held back."""
     run, outputs, movable = inputs.run, outputs_of(block.layer_plans), movable if way.moves else {}
     assert run.config.reconstruct is not None
     epochs = 0 if way.rate == AS_SOLVED else run.config.reconstruct.epochs
@@ -209,7 +207,7 @@ def _tuned_parts(
 
 
 def _token_masks(block: BlockTask, inputs: AtBlock, goals: list[Tensor]) -> list[Tensor | None]:
-    """Which tokens of a block's outputs are real, on each batch; None: all."""
+    """The real tokens of a block's outputs, by batch, as bool masks; None: all are real."""
     masks = [call.numbered.masks.at(inputs.data.sides[inputs.block]) for call in inputs.calls]
     for mask, goal in zip(masks, goals):
         if mask is not None and goal.shape[:-1] != mask.shape:
@@ -228,24 +226,24 @@ def _tuned(
 ) -> BlockReport:
     config, began = inputs.data.run.config, time.perf_counter()
 
-    def squared(values: Tensor, place: int) -> Tensor:
+    def squared(values: Tensor, index: int) -> Tensor:
         """The squared norm of the values of real tokens, in the metric of the module."""
-        token_mask = token_masks[place]
+        token_mask = token_masks[index]
         real = values if token_mask is None else values[token_mask]
         return (real if part.metric is None else real @ part.metric.to(real.device)).square().sum()
 
-    def error(place: int) -> Tensor:
-        output = inputs.outputs_of([part.module], place)[0]
-        return squared(output.float() - part.goals[place].float(), place)
+    def error(index: int) -> Tensor:
+        output = inputs.outputs_of([part.module], index)[0]
+        return squared(output.float() - part.goals[index].float(), index)
 
-    def loss(place: int) -> Tensor:
+    def loss(index: int) -> Tensor:
         # scaled so that neither its gradients nor those inside of the block leave float16's range
-        return error(place) / max(of_step[place], 1e-30) * sizes[place] ** 0.5
+        return error(index) / max(step_energies[index], 1e-30) * sizes[index] ** 0.5
 
-    energies = [float(squared(goal.float(), place)) for place, goal in enumerate(part.goals)]
-    of_step, sizes = batches.of_steps(energies), batches.of_steps([goal.numel() for goal in part.goals])
-    judge = partial(batches.judged, lambda place: (float(error(place)), energies[place]))
+    energies = [float(squared(goal.float(), index)) for index, goal in enumerate(part.goals)]
+    step_energies, sizes = batches.per_step(energies), batches.per_step([goal.numel() for goal in part.goals])
+    judge = partial(batches.validation_error, lambda index: (float(error(index)), energies[index]))
     before = judge()
-    weights.slow_down(before)
+    weights.scale_rate(before)
     best, epoch, notes = tune(weights, batches, epochs, config.seed, loss, judge, before)
     return BlockReport(part.name, before, best, epoch, round(time.perf_counter() - began, 3), notes)

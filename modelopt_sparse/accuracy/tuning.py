@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from modelopt_sparse.calibration.data import judging
+from modelopt_sparse.calibration.data import validation_count
 from modelopt_sparse.calibration.forward import CalibrationData
 from modelopt_sparse.distributed import Processes
 from modelopt_sparse.methods.patterns import NM, Pattern
@@ -28,17 +28,17 @@ Gradients = list[Tensor | None]  # of each weight; None: it has none
 
 @dataclass(frozen=True)
 class BatchNumbers:
-    """The batches of all processes, or their units: the first of every rank, the second of every rank, and so on. Text
-    that the model has written stands first.
+    """Global numbers of the calibration batches, or of the parts that steps are split into: the first of every rank,
+    the second of every rank, and so on. Text that the model has written stands first.
 
-    own: number -> the place among this process's.
-    steps: the numbers of each step of the optimizer: its batches, or the units that these are cut into, one for each
+    local: number -> the index among this process's.
+    steps: the numbers of each step of the optimizer: its batches, or the parts that these are split into, one for each
       process.
     held_back: the last ones, which are the user's, and only judge.
     """
 
     processes: Processes
-    own: dict[int, int]
+    local: dict[int, int]
     steps: list[list[int]]
     held_back: range
 
@@ -46,68 +46,68 @@ class BatchNumbers:
     def of_calls(
         cls, data: CalibrationData, numbers: Sequence[int] | None = None, one_of: int = HELD_BACK
     ) -> "BatchNumbers":
-        """Of this process's calls with these ``numbers``; None: of all. ``one_of`` so many steps is held back."""
+        """Number this process's calls with these ``numbers``; None: all. One of ``one_of`` steps is held back."""
         calls, processes = data.calls, data.run.processes
         numbers = range(len(calls or ())) if numbers is None else numbers
         steps = [None if calls is None else calls[number].step for number in numbers]
-        written = sum(n * processes.size + processes.rank < data.own for n in numbers)
+        written = sum(n * processes.size + processes.rank < data.written for n in numbers)
         return cls.of(processes, steps, written, one_of)
 
     @classmethod
     def of(
         cls, processes: Processes, steps: Sequence[int | None], written: int, one_of: int = HELD_BACK
     ) -> "BatchNumbers":
-        """``steps``: of each that this process has, None for a batch; ``written``: how many of them the model has
-        written."""
-        of_ranks = processes.all_gather("the batches to tune by", ([*steps], written))
-        most = max(len(of_rank) for of_rank, _ in of_ranks)
-        places = [(rank, i) for i in range(most) for rank, (of_rank, _) in enumerate(of_ranks) if i < len(of_rank)]
-        own = {number: place for number, (rank, place) in enumerate(places) if rank == processes.rank}
+        """Number what all processes have. ``steps``: the step of each batch of this process, None where it is one by
+        itself; ``written``: how many of them, the first, the model has written."""
+        by_rank = processes.all_gather("the batches to tune by", ([*steps], written))
+        most = max(len(rank_steps) for rank_steps, _ in by_rank)
+        order = [(rank, i) for i in range(most) for rank, (rank_steps, _) in enumerate(by_rank) if i < len(rank_steps)]
+        local = {number: index for number, (rank, index) in enumerate(order) if rank == processes.rank}
         together: dict[Any, list[int]] = {}
-        for number, (rank, place) in enumerate(places):
-            step = of_ranks[rank][0][place]
-            together.setdefault(places[number] if step is None else step, []).append(number)
-        own_text = sum(count for _, count in of_ranks)
-        judges = judging(sum(numbers[0] >= own_text for numbers in together.values()), one_of)
+        for number, (rank, index) in enumerate(order):
+            step = by_rank[rank][0][index]
+            together.setdefault(order[number] if step is None else step, []).append(number)
+        own_text = sum(count for _, count in by_rank)
+        judges = validation_count(sum(numbers[0] >= own_text for numbers in together.values()), one_of)
         *tuned, begin = [*together.values()][: len(together) - judges + 1]
-        return cls(processes, own, tuned, range(begin[0], len(places)))
+        return cls(processes, local, tuned, range(begin[0], len(order)))
 
     @property
     def tuned_on(self) -> int:
-        """How many numbers, the first ones, are tuned on."""
+        """The number of those that are tuned on, which come first."""
         return self.held_back.start
 
-    def judged(self, measure: Callable[[int], Sequence[float]]) -> float:
-        """What is measured on the batches held back, as a sum relative to others. ``measure``: place -> its shares."""
-        own = {number: measure(self.own[number]) for number in self.held_back if number in self.own}
-        shares = self.processes.gather_numbered("the batches held back", own)
-        return relative([sum(column) for column in zip(*(shares[number] for number in self.held_back))])
+    def validation_error(self, measure: Callable[[int], Sequence[float]]) -> float:
+        """Measure on the batches held back, in all processes. ``measure``: local index -> sums for `relative`."""
+        measured = {number: measure(self.local[number]) for number in self.held_back if number in self.local}
+        by_number = self.processes.gather_numbered("the batches held back", measured)
+        return relative([sum(column) for column in zip(*(by_number[number] for number in self.held_back))])
 
-    def of_steps(self, own: Sequence[float]) -> list[float]:
-        """A value for each place of this process -> the sum over the units of its step, in all processes."""
-        values = self.processes.gather_numbered("values of units", {n: own[place] for n, place in self.own.items()})
-        sums = [*own]
+    def per_step(self, local_values: Sequence[float]) -> list[float]:
+        """Replace each local batch's value by the sum over all parts of its step, in all processes."""
+        numbered = {n: local_values[index] for n, index in self.local.items()}
+        values, sums = self.processes.gather_numbered("values of units", numbered), [*local_values]
         for numbers in self.steps:
             for number in numbers:
-                if number in self.own:
-                    sums[self.own[number]] = sum(values[each] for each in numbers)
+                if number in self.local:
+                    sums[self.local[number]] = sum(values[unit] for unit in numbers)
         return sums
 
-    def added(
+    def summed_gradients(
         self, numbers: Sequence[int], gradients_of: Callable[[int], Gradients], weights: "TunedWeights"
     ) -> Gradients:
-        """The sum of the gradients of a step's units, in all processes."""
-        sums: Gradients = [None] * len(weights.each)
+        """Sum the gradients of a step's parts over all processes. None: no part reaches the weight."""
+        sums: Gradients = [None] * len(weights.members)
         for number in numbers:
-            if number in self.own:
+            if number in self.local:
                 pairs = zip(sums, gradients_of(number))
                 sums = [b if a is None else a if b is None else a.add_(b) for a, b in pairs]
         if self.processes.size == 1:
             return sums
-        there = self.processes.all_gather("gradients", [gradient is not None for gradient in sums])
-        for place, of_ranks in enumerate(zip(*there)):
-            if sums[place] is None and any(of_ranks):
-                sums[place] = torch.zeros_like(weights.each[place].values)
+        has_gradient = self.processes.all_gather("gradients", [gradient is not None for gradient in sums])
+        for index, flags in enumerate(zip(*has_gradient)):
+            if sums[index] is None and any(flags):
+                sums[index] = torch.zeros_like(weights.members[index].values)
         self.processes.all_reduce("gradients", [gradient for gradient in sums if gradient is not None])
         return sums
 
@@ -170,8 +170,8 @@ class Movable:
 
     @classmethod
     def of(cls, layer: Layer, pattern: Pattern, square_sums: Tensor) -> "Movable":
-        """Of a layer that is not yet solved; its values are copied, and the mask that the pattern is ``within``. A
-        channel that was zero in all data counts as much as the least of the others."""
+        """Prepare a layer that is not yet solved: its dense values are copied, and the mask that the pattern is
+        ``within``. A channel that was zero in all data counts as much as the least of the others."""
         norms = square_sums.float().sqrt()
         least = norms.masked_fill(norms == 0, torch.inf).amin(-1, keepdim=True)
         norms = torch.where(norms == 0, least.masked_fill(least.isinf(), 1.0), norms)
@@ -179,9 +179,8 @@ class Movable:
             pattern = replace(pattern, within=pattern.within.clone())
         return cls(layer, pattern, norms.unsqueeze(-2), layer.values.clone())
 
-    def start(self, values: Tensor, mask: Tensor) -> Tensor:
-        """Solved ``values`` where the mask keeps them. Elsewhere the dense ones, made small enough for the mask to be
-        what their scores lead to."""
+    def initial_values(self, values: Tensor, mask: Tensor) -> Tensor:
+        """Solved ``values`` where the mask keeps them; elsewhere dense ones, clamped so that `mask` gives the mask."""
         norms, pattern = self.norms.to(values.device), self.pattern
         scores = self.layer.matrix(values).abs() * norms
         scores = scores.masked_fill(~self.layer.matrix(mask), torch.inf)
@@ -193,7 +192,7 @@ class Movable:
         return torch.where(mask, values, self.dense.to(values).clamp(-limit, limit))
 
     def mask(self, values: Tensor) -> Tensor:
-        """The mask of values, shaped like the parameter: by the pattern, with scores ``|w| * norm``."""
+        """Choose the mask of ``values``, shaped like the parameter: by the pattern, with scores ``|w| * norm``."""
         scores = self.layer.matrix(values) * self.norms.to(values.device)
         return self.layer.unmatrix(self.pattern.mask(scores.abs_()))
 
@@ -202,19 +201,19 @@ class Movable:
         return getattr(self.layer.owner, self.layer.param + SUFFIX, None)
 
     def set_mask(self, mask: Tensor) -> None:
-        """On every module that holds the weight and carries a mask."""
+        """Write the mask to every module that holds the weight and carries one."""
         for module in (self.layer.owner, *self.layer.tied_modules):
             if hasattr(module, self.layer.param + SUFFIX):
                 update_mask(module, self.layer.param, mask)
 
 
-def moves(step: int, steps: int) -> bool:
-    """Whether masks move after this one of all steps (0, 1, ...)."""
+def masks_move(step: int, steps: int) -> bool:
+    """Whether masks may change after this step (0, 1, ...) of so many."""
     return step + 1 < MOVING * steps
 
 
-def shrunk(values: Tensor, mask: Tensor, schedule: float) -> Tensor:
-    """Values of which the pruned ones are a little smaller; ``schedule``: the learning rate's, from 1 to 0."""
+def decay_pruned(values: Tensor, mask: Tensor, schedule: float) -> Tensor:
+    """Shrink pruned values a little. ``schedule``: the factor of the learning rate, from 1 to 0."""
     return values * (~mask).to(values.dtype).mul_(-DECAY * schedule).add_(1)  # on a CPU `where` takes six times as long
 
 
@@ -257,14 +256,14 @@ class TunedWeight:
             self.places = self.places.int() if mask.numel() <= torch.iinfo(torch.int32).max else self.places
             values = values[mask]
         elif mask is not None and movable is not None:
-            values = movable.start(values, mask)
+            values = movable.initial_values(values, mask)
         values = values.contiguous()
         self.parameter, self.mask, self.movable, self.values, self.rate = parameter, mask, movable, values, rate
         self.moments = moments or values.dtype
         self.adam = torch.optim.Adam([values], betas=BETAS, eps=EPSILON, fused=True)  # which looks at no strides
 
-    def taken_gradient(self) -> Tensor | None:
-        """The gradient of `values`; the parameter has none afterwards."""
+    def pop_gradient(self) -> Tensor | None:
+        """Return the gradient of `values` and clear the parameter's."""
         gradient, self.parameter.grad = self.parameter.grad, None
         if gradient is None:
             return None
@@ -273,7 +272,7 @@ class TunedWeight:
 
     @torch.no_grad()
     def step(self, gradient: Tensor | None, schedule: float, *, moves: bool = False) -> None:
-        """One step of Adam; a mask that moves follows. ``schedule``: the share of the rate, from 1 to 0."""
+        """Take a step of Adam, after which a moving mask follows. ``schedule``: the factor of the rate, from 1 to 0."""
         self.adam.param_groups[0]["lr"] = self.rate * schedule
         self.values.grad = gradient
         self._hold_moments(self.values.dtype)
@@ -281,12 +280,12 @@ class TunedWeight:
         self._hold_moments(self.moments)
         self.values.grad = None
         if moves and self.movable is not None and self.mask is not None:
-            self.values.copy_(shrunk(self.values, self.mask, schedule))
+            self.values.copy_(decay_pruned(self.values, self.mask, schedule))
             self.mask = self.movable.mask(self.values)
         self.write(self.values, self.mask)
 
-    def held(self) -> Tensor:
-        """Of `values` what the model holds."""
+    def model_values(self) -> Tensor:
+        """The model's own copy of `values`, in the parameter's dtype."""
         values = self.parameter.detach()
         return values if self.places is None else values.flatten().index_select(0, self.places)
 
@@ -296,7 +295,7 @@ class TunedWeight:
 
     @torch.no_grad()
     def write(self, values: Tensor, mask: Tensor | None) -> None:
-        """Values and mask into the model; what the mask prunes is +0.0."""
+        """Write values and mask into the model; what the mask prunes is +0.0."""
         parameter, values = self.parameter, values.to(self.parameter.device)
         if self.places is not None:
             whole = torch.zeros(parameter.numel(), dtype=parameter.dtype, device=parameter.device)
@@ -308,7 +307,7 @@ class TunedWeight:
 
 
 class TunedWeights:
-    """All that is tuned together."""
+    """The weights that are tuned together."""
 
     def __init__(
         self,
@@ -320,39 +319,38 @@ class TunedWeights:
     ) -> None:
         """``outputs``: how many outputs a matrix has (of all of its experts). ``moments``: the dtype of Adam's; None:
         that of the values."""
-        of_each = [outputs.get(parameter, 0) for parameter in masks]
-        rates = learning_rates([*masks], [*masks.values()], of_each, learning_rate)
-        self.each = [
+        counts = [outputs.get(parameter, 0) for parameter in masks]
+        rates = learning_rates([*masks], [*masks.values()], counts, learning_rate)
+        self.members = [
             TunedWeight(parameter, mask, (movable or {}).get(parameter), rate, moments)
             for (parameter, mask), rate in zip(masks.items(), rates)
         ]
 
-    def slow_down(self, error: float, full: float = FULL_RATE) -> None:
+    def scale_rate(self, error: float, full: float = FULL_RATE) -> None:
         """Take a smaller rate where little is to be mended: ``sqrt(error / full)`` of it, below ``full``. ``error``: a
         relative squared error, or a KL divergence.
 
         A relative error e of the output is mended by changes of the weights of about sqrt(e). Larger steps lose more by
         noise than they gain: see docs/accuracy.md for a model whose blocks had errors of 2e-4.
         """
-        for weight in self.each:
+        for weight in self.members:
             weight.rate *= min(1.0, math.sqrt(error / full))
 
     def step(self, gradients: Gradients, schedule: float, *, moves: bool) -> None:
-        for weight, gradient in zip(self.each, gradients):
+        for weight, gradient in zip(self.members, gradients):
             weight.step(gradient, schedule, moves=moves)
 
     def copy(self) -> Values:
-        """Values that are kept, on the host and in the precision that the model holds them in, and masks as they are
-        now."""
-        return [(weight.held().to("cpu", copy=True), weight.mask) for weight in self.each]
+        """Copy what the model holds of the values to the host, with the masks as they are now."""
+        return [(weight.model_values().to("cpu", copy=True), weight.mask) for weight in self.members]
 
     def write(self, values: Values) -> None:
-        for weight, (of_weight, mask) in zip(self.each, values):
-            weight.write(of_weight, mask)
+        for weight, (value, mask) in zip(self.members, values):
+            weight.write(value, mask)
 
     def moved(self, values: Values, others: Values) -> float | None:
-        """The share of kept places that differ between two sets of masks; None if none may move."""
-        pairs = [(a, b) for weight, (_, a), (_, b) in zip(self.each, values, others) if weight.movable is not None]
+        """The fraction of kept positions that differ between two sets of masks; None if no mask may move."""
+        pairs = [(a, b) for weight, (_, a), (_, b) in zip(self.members, values, others) if weight.movable is not None]
         different = sum(int((a & ~b).sum()) for a, b in pairs if a is not None and b is not None)
         count = sum(int(a.sum()) for a, _ in pairs if a is not None)
         return different / count if count else None
@@ -379,8 +377,8 @@ def tune(
     order, step, steps = torch.Generator().manual_seed(seed), 0, epochs * len(batches.steps)
     try:
         for epoch in range(1, epochs + 1):
-            for place in torch.randperm(len(batches.steps), generator=order).tolist():
-                _take_step(weights, batches, batches.steps[place], loss, step, steps)
+            for index in torch.randperm(len(batches.steps), generator=order).tolist():
+                _take_step(weights, batches, batches.steps[index], loss, step, steps)
                 step += 1
                 if bar is not None:
                     bar.update()
@@ -392,8 +390,8 @@ def tune(
                 best, best_epoch, best_values = error, epoch, weights.copy()
     finally:
         weights.write(best_values)
-    if (share := weights.moved(best_values, first)) is not None:
-        notes.append(f"{share:.1%} of the places that are kept are others than those of the solution")
+    if (fraction := weights.moved(best_values, first)) is not None:
+        notes.append(f"{fraction:.1%} of the places that are kept are others than those of the solution")
     return best, best_epoch, notes
 
 
@@ -405,27 +403,27 @@ def _take_step(
     step: int,
     steps: int,
 ) -> None:
-    """One step, by the sum of the gradients of its units. By a batch alone, and where masks stay, a process takes each
-    weight's step as soon as its gradient is there, in the backward pass, and drops the gradient: all of them together
-    would take as much memory as the model."""
+    """Take one step by the sum of the gradients of its parts. In one process, for a batch that is not split, and where
+    no mask moves, each weight's step is taken in the backward pass as soon as its gradient is there, which is then
+    dropped: all gradients together would take as much memory as the model."""
     alone = batches.processes.size == 1
 
     def gradients_of(number: int) -> Gradients:
         with torch.enable_grad():
-            loss(batches.own[number]).backward()
-        return [weight.taken_gradient() for weight in weights.each]
+            loss(batches.local[number]).backward()
+        return [weight.pop_gradient() for weight in weights.members]
 
-    early = len(numbers) == 1 and alone and all(weight.movable is None for weight in weights.each)
+    early = len(numbers) == 1 and alone and all(weight.movable is None for weight in weights.members)
     with ExitStack() as hooks:
-        for weight in weights.each if early else ():
+        for weight in weights.members if early else ():
             hooks.enter_context(
                 weight.parameter.register_post_accumulate_grad_hook(
-                    lambda _, weight=weight: weight.step(weight.taken_gradient(), schedule(step, steps))
+                    lambda _, weight=weight: weight.step(weight.pop_gradient(), schedule(step, steps))
                 )
             )
-        gradients = batches.added(numbers, gradients_of, weights)
+        gradients = batches.summed_gradients(numbers, gradients_of, weights)
     if not early:
-        weights.step(gradients, schedule(step, steps), moves=moves(step, steps))
+        weights.step(gradients, schedule(step, steps), moves=masks_move(step, steps))
 
 
 def learning_rates(
@@ -456,13 +454,14 @@ def learning_rates(
 
 
 def schedule(step: int, steps: int) -> float:
-    """The share of the learning rate in each of all steps (0, 1, ...): a short rise, then a cosine to 0."""
+    """The factor of the learning rate at each step (0, 1, ...): a short rise, then a cosine to 0."""
     return min(1.0, (step + 1) / WARMUP_STEPS) * 0.5 * (1 + math.cos(math.pi * step / steps))
 
 
 def outputs_of(layer_plans: Iterable[LayerPlan]) -> dict[nn.Parameter, int]:
-    """How many outputs the weights of layers have, as they are now."""
-    matrices = {plan.layer.parameter: plan.layer.matrix(plan.layer.parameter) for plan in layer_plans}
+    """Weight -> its number of outputs (rows of all of its matrices), for layers as they are now."""
+    layers = [layer_plan.layer for layer_plan in layer_plans]
+    matrices = {layer.parameter: layer.matrix(layer.parameter) for layer in layers}
     return {parameter: matrix.numel() // matrix.shape[-1] for parameter, matrix in matrices.items()}
 
 
@@ -474,9 +473,9 @@ def tunable(
     alone."""
     outside = set(_elsewhere(model, part))
     for module in part.modules():
-        own = [p for p in module.parameters(recurse=False) if p.is_floating_point()]
-        stays_dense = any(p.dim() >= 2 and p not in masks for p in own)
-        for parameter in own:
+        parameters = [p for p in module.parameters(recurse=False) if p.is_floating_point()]
+        stays_dense = any(p.dim() >= 2 and p not in masks for p in parameters)
+        for parameter in parameters:
             if parameter in outside:
                 continue
             if parameter in masks:
@@ -498,7 +497,8 @@ def _elsewhere(module: nn.Module, part: nn.Module) -> Iterator[nn.Parameter]:
 def only_these_require_grad(
     part: nn.Module, chosen: Mapping[nn.Parameter, object], *, masked: bool = True
 ) -> Iterator[None]:
-    """``masked=False``: masks are off, so that gradients reach pruned places as well."""
+    """While entered, only the ``chosen`` parameters of ``part`` require gradients. ``masked=False``: masks are off, so
+    that gradients reach pruned places as well."""
     before = [(p, p.requires_grad, p.grad) for p in part.parameters()]
     try:
         for parameter, _, _ in before:

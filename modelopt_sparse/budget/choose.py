@@ -21,9 +21,9 @@ from modelopt_sparse.reports.values import Skipped
 
 def planned(plan: Plan, chosen: Chosen) -> Plan:
     """The plan with the chosen patterns; layers that stay dense are skipped."""
-    layers = tuple(replace(each, pattern=p) for each in plan.layers if (p := chosen[each.name]) is not None)
-    dense = (each for each in plan.layers if chosen[each.name] is None)
-    skipped = (Skipped(each.name, each.type, each.shape, "dense, by the budget") for each in dense)
+    layers = tuple(replace(layer, pattern=p) for layer in plan.layers if (p := chosen[layer.name]) is not None)
+    dense = (layer for layer in plan.layers if chosen[layer.name] is None)
+    skipped = (Skipped(layer.name, layer.type, layer.shape, "dense, by the budget") for layer in dense)
     if not layers:
         raise ValueError("budget: every layer may stay dense, and nothing is pruned: ask for less")
     return replace(plan, layers=layers, skipped=(*plan.skipped, *skipped))
@@ -62,8 +62,8 @@ KL_CURVATURE = 0.75  # c in: real KL = x (1 + c x), with x the sum of losses tim
 
 
 def decided(data: CalibrationData) -> tuple[CalibrationData, dict[str, Any]]:
-    """What the report says of the choice by losses, or, if that turns out worse on the batches held back, of the plain
-    plan; and the data, which knows the metrics that come from the same gradients."""
+    """Choose by losses, or take the plain plan if the choice turns out worse on the batches held back -> (the data,
+    with the metrics that come from the same gradients; the decision as the report has it)."""
     budget = data.run.config.budget
     assert budget is not None
     data, costs = tabled(data)
@@ -79,17 +79,17 @@ def decided(data: CalibrationData) -> tuple[CalibrationData, dict[str, Any]]:
     return data, {
         "asked": str(budget),
         "taken": title,
-        **{name: by for name, by in data.run.report.settings.items() if name == "divergence"},
+        **{name: value for name, value in data.run.report.settings.items() if name == "divergence"},
         "tried": {name: [total, kl] for name, total, kl in zip(plans, sums, measured)},
         "costs": {budget.unit: [costs.cost(budget.unit, chosen), costs.ceiling(budget)]},
         "layers": {name: str(choice or DENSE) for name, choice in chosen.items()},
-        "zeros": {each.name: zeros_in(each, chosen[each.name]) / each.size for each in costs.plan.layers},
+        "zeros": {layer.name: zeros_in(layer, chosen[layer.name]) / layer.size for layer in costs.plan.layers},
         "curve": _curve(costs, budget.unit, factor),
     }
 
 
 def _kl_to_loss(kl: float) -> float:
-    """The sum of losses, times the factor, of which this is the real KL."""
+    """The sum of losses, times the factor, that a measured KL stands for."""
     return (math.sqrt(1 + 4 * KL_CURVATURE * kl) - 1) / (2 * KL_CURVATURE)
 
 
@@ -115,14 +115,14 @@ class BudgetCurve(Printed):
 
     def text(self, *, all_rows: bool = False) -> str:
         """What ``print`` shows: equal rows folded. ``all_rows``: a line for each layer."""
-        what, _ = in_words(self.budget.get("divergence"))
-        heads = (self.unit, what, "of plain", f"one more point of {self.unit} costs")
+        measure, _ = in_words(self.budget.get("divergence"))
+        heads = (self.unit, measure, "of plain", f"one more point of {self.unit} costs")
         rows = [
-            (f"{share}%", f"{kl:.4f}", f"{kl / plain:.0%}" if plain else "", f"{more:.4f}" if more else "")
-            for share, kl, plain, more in self.points
+            (f"{percent}%", f"{kl:.4f}", f"{kl / plain:.0%}" if plain else "", f"{slope:.4f}" if slope else "")
+            for percent, kl, plain, slope in self.points
         ]
         measured = ", ".join(f"{name} {kl:.4f}" for name, (_, kl) in self.budget["tried"].items())
-        tried = paragraph(f"At {self.budget['asked']}, {what} as measured: {measured}.", all_rows=all_rows)
+        tried = paragraph(f"At {self.budget['asked']}, {measure} as measured: {measured}.", all_rows=all_rows)
         choices = rows_of("layer", [*self.layers], [Column("choice", [*self.layers.values()])], all_rows=all_rows)
         return "\n\n".join((table(heads, rows), tried, choices))
 
@@ -141,17 +141,17 @@ def curve_of(data: CalibrationData) -> BudgetCurve:
 
 
 def _curve(costs: ChoiceCosts, unit: str, factor: float) -> dict[str, Any]:
-    """See `BudgetCurve`. ``factor``: of the sum of losses, by the plans that were measured."""
+    """``unit`` and ``points`` of `BudgetCurve`. ``factor``: of the sum of losses, by the plans that were measured."""
 
-    def kl(share: int, *, plain: bool = False) -> float | None:
-        budget = Budget(unit, Fraction(share, 100), of_dense=True)
+    def kl(percent: int, *, plain: bool = False) -> float | None:
+        budget = Budget(unit, Fraction(percent, 100), of_dense=True)
         chosen = next(iter(costs.plain(budget).values()), None) if plain else costs.best(budget)
         total = None if chosen is None else factor * costs.loss(chosen)
         return total and total * (1 + KL_CURVATURE * total)
 
     points = []
-    for share in POINTS[unit]:
-        if (best := kl(share)) is not None:
-            more = kl(share + 1 if unit == "zeros" else share - 1)
-            points.append([share, best, kl(share, plain=True), None if more is None else more - best])
+    for percent in POINTS[unit]:
+        if (best := kl(percent)) is not None:
+            next_kl = kl(percent + 1 if unit == "zeros" else percent - 1)
+            points.append([percent, best, kl(percent, plain=True), None if next_kl is None else next_kl - best])
     return {"unit": unit, "points": points}

@@ -27,8 +27,8 @@ Losses = dict[str, dict[Pattern | None, float]]  # layer -> choice -> divergence
 
 
 def loss_at(losses: Mapping[Pattern | None, float], choice: Pattern | None) -> float:
-    """The loss of a choice; of a level that was not solved it is a power of the level between its neighbours, or beyond
-    the last of them; below the first of them the third power."""
+    """The loss of a choice. Between the sparsities that were solved, and above them, it is a power of the sparsity
+    through the two nearest; below the lowest, its third power."""
     if choice in losses or not isinstance(choice, Unstructured):
         return losses[choice]
     points = sorted((p.sparsity, loss) for p, loss in losses.items() if isinstance(p, Unstructured) and loss > 0)
@@ -41,10 +41,11 @@ def loss_at(losses: Mapping[Pattern | None, float], choice: Pattern | None) -> f
 
 @dataclass(frozen=True)
 class ChoiceCosts:
-    """What the layers of a plan may become, what that loses, and what it costs.
+    """Losses and costs of what the layers of a plan may become.
 
-    config: says what bytes are counted by, and which levels are open. rows: layer -> how many rows each of its matrices
-    is multiplied with in the dense model for a token, or for a sample of a net without tokens.
+    config: says what bytes are counted by, and which sparsities are open.
+    rows: layer -> how many rows each of its matrices is multiplied with in the dense model for a token, or for a sample
+      of a net without tokens.
     """
 
     plan: Plan
@@ -55,21 +56,21 @@ class ChoiceCosts:
     @cached_property
     def groups(self) -> list[list[LayerPlan]]:
         """Layers that choose together: the experts of a mixture that are modules in a list; else each by itself."""
-        return list(grouped(self.plan.layers, lambda each: each.layer.mixture or each.name).values())
+        return list(grouped(self.plan.layers, lambda layer_plan: layer_plan.layer.mixture or layer_plan.name).values())
 
     @cached_property
     def choices(self) -> list[tuple[Pattern | None, ...]]:
-        """Those of each group; a group that has fewer than another has its first one several times."""
+        """The choices of each group, equally many: a group that has fewer has its first one several times."""
         by_group = [group[0].choices for group in self.groups]
         most = max(map(len, by_group))
         return [choices + choices[:1] * (most - len(choices)) for choices in by_group]
 
     def dense(self, unit: str) -> int:
-        """What all layers cost as they are."""
+        """The cost of all layers as they are."""
         return self.cost(unit, dict.fromkeys(self.losses))
 
     def cost(self, unit: str, chosen: Chosen) -> int:
-        """What all layers cost, in whole numbers: weights that stay, bytes, or FLOPs of a token or sample."""
+        """The cost of all layers, in whole numbers: weights that stay, bytes, or FLOPs of a token or sample."""
         return sum(self._cost_of(unit, group, chosen) for group in self.groups)
 
     def _cost_of(self, unit: str, group: Sequence[LayerPlan], chosen: Chosen) -> int:
@@ -86,18 +87,18 @@ class ChoiceCosts:
         return math.ceil(total)
 
     def loss(self, chosen: Chosen, layers: Sequence[LayerPlan] | None = None) -> float:
-        """The sum of the losses of all layers, or of these; of a level that is no choice it is interpolated."""
-        return sum(loss_at(self.losses[each.name], chosen[each.name]) for each in layers or self.plan.layers)
+        """The sum of the losses of all layers, or of these; a sparsity that is no choice is interpolated."""
+        return sum(loss_at(self.losses[layer.name], chosen[layer.name]) for layer in layers or self.plan.layers)
 
     def ceiling(self, budget: Budget) -> int:
         """The most that all layers may cost."""
         return budget.ceiling(self.dense(budget.unit))
 
     def _of_choices(self, measure: Callable[[Sequence[LayerPlan], Chosen], float]) -> np.ndarray:
-        """[N, K]: what is measured of each group with each of its choices."""
+        """Measure each group with each of its choices -> [N, K]."""
         return np.array(
             [
-                [measure(group, dict.fromkeys((each.name for each in group), choice)) for choice in choices]
+                [measure(group, dict.fromkeys((layer.name for layer in group), choice)) for choice in choices]
                 for group, choices in zip(self.groups, self.choices)
             ]
         )
@@ -120,21 +121,22 @@ class ChoiceCosts:
 
     @cached_property
     def open(self) -> dict[str, Unstructured]:
-        """A level of each layer that may have any: no rule gives it choices of its own, or fixes one."""
+        """Layer -> a pattern, if it may have any sparsity: no rule gives it choices of its own, or fixes one."""
 
-        levels: dict[str, Unstructured] = {}
-        for each in self.plan.layers:
-            columns = each.layer.columns(each.layer.parameter)
+        patterns: dict[str, Unstructured] = {}
+        for layer_plan in self.plan.layers:
+            columns = layer_plan.layer.columns(layer_plan.layer.parameter)
             fitting = [c for c in self.config.choices or () if c is None or not c.misfit(columns)]
-            level = next((x for x in each.choices if isinstance(x, Unstructured)), None)
-            if level and each.choices == tuple(choice and choice.with_scope(each.method.scope) for choice in fitting):
-                levels[each.name] = level
-        return levels
+            pattern = next((x for x in layer_plan.choices if isinstance(x, Unstructured)), None)
+            scope = layer_plan.method.scope
+            if pattern and layer_plan.choices == tuple(choice and choice.with_scope(scope) for choice in fitting):
+                patterns[layer_plan.name] = pattern
+        return patterns
 
     def plain(self, budget: Budget) -> dict[str, Chosen]:
-        """Title -> what one does without losses: one level in all layers that may have any, and in others the sparsest
-        of their choices up to it; or, where none may, the cheapest choice from the first layer on, so that the last
-        ones stay dense. Empty if that is not enough."""
+        """Title -> the plan that needs no losses: one sparsity in all layers that may have any, and in others the
+        sparsest of their choices up to it; or, where none may, the cheapest choice from the first layer on, so that
+        the last ones stay dense. Empty if that is not enough."""
         cheapest = self.named(self.costs_NK(budget.unit).argmin(1))
         by_level, ceiling = bool(self.open), self.ceiling(budget)
 
@@ -144,8 +146,8 @@ class ChoiceCosts:
 
         def at(step: int) -> Chosen:
             if by_level:
-                chosen = {each.name: up_to(each.choices, step / GRID) for each in self.plan.layers}
-                return chosen | {name: replace(level, sparsity=step / GRID) for name, level in self.open.items()}
+                chosen = {layer.name: up_to(layer.choices, step / GRID) for layer in self.plan.layers}
+                return chosen | {name: replace(pattern, sparsity=step / GRID) for name, pattern in self.open.items()}
             last = {layer.name for group in self.groups[step:] for layer in group if None in layer.choices}
             return {**cheapest, **dict.fromkeys(last)}
 
@@ -153,53 +155,52 @@ class ChoiceCosts:
             return self.cost(budget.unit, at(step)) <= ceiling
 
         steps = range(1, GRID) if by_level else range(len(self.groups) + 1)
-        if (place := bisect_left(steps, True, key=fits)) == len(steps):
+        if (index := bisect_left(steps, True, key=fits)) == len(steps):
             return {}
         where = "every layer" if len(self.open) == len(self.plan.layers) else "every layer that rules leave open"
-        title = f"{100 * steps[place] / GRID:.3g}% in {where}" if by_level else "the last layers dense"
-        return {title: at(steps[place])}
+        title = f"{100 * steps[index] / GRID:.3g}% in {where}" if by_level else "the last layers dense"
+        return {title: at(steps[index])}
 
     def filled(self, chosen: Chosen, budget: Budget) -> Chosen:
-        """The choice, and of one for zeros, what its levels have above them taken back from all levels alike that rules
-        leave open."""
+        """Give back the zeros that a choice has beyond the budget, from all layers alike whose sparsity is open."""
         if budget.unit != "zeros":
             return chosen
-        free = [each for each in self.plan.layers if each.name in self.open]
-        levels = [(each, level) for each in free if isinstance(level := chosen[each.name], Unstructured)]
-        return {**chosen, **lowered(levels, self.ceiling(budget) - self.cost("zeros", chosen))}
+        free = [layer for layer in self.plan.layers if layer.name in self.open]
+        patterns = [(layer, pattern) for layer in free if isinstance(pattern := chosen[layer.name], Unstructured)]
+        return {**chosen, **lowered(patterns, self.ceiling(budget) - self.cost("zeros", chosen))}
 
 
 def zeros_in(layer_plan: LayerPlan, choice: Pattern | None) -> int:
     return 0 if choice is None else choice.zeros_in(layer_plan.shape)
 
 
-def lowered(levels: Sequence[tuple[LayerPlan, Unstructured]], surplus: int) -> dict[str, Unstructured]:
-    """Layer -> its level, all lowered alike until so many zeros are gone, but for less than the finest step of a layer:
-    one weight of each row or matrix, or 0.0001 of it."""
-    sizes = [min(math.prod(each.shape[-1 if level.scope == "row" else -2 :]), GRID) for each, level in levels]
+def lowered(patterns: Sequence[tuple[LayerPlan, Unstructured]], surplus: int) -> dict[str, Unstructured]:
+    """Lower all patterns alike until ``surplus`` zeros are gone, but for less than the finest step of a layer: one
+    weight of each row or matrix, or 0.0001 of it. Returns layer -> pattern."""
+    sizes = [min(math.prod(layer.shape[-1 if pattern.scope == "row" else -2 :]), GRID) for layer, pattern in patterns]
 
     def at(i: int, step: int) -> Unstructured:
-        level = levels[i][1]
-        return level if step == sizes[i] else replace(level, sparsity=round(step / sizes[i], 4))
+        pattern = patterns[i][1]
+        return pattern if step == sizes[i] else replace(pattern, sparsity=round(step / sizes[i], 4))
 
     def zeros_in(i: int, step: int) -> int:
-        return at(i, step).zeros_in(levels[i][0].shape)
+        return at(i, step).zeros_in(patterns[i][0].shape)
 
     def shifted(shift: int) -> list[int]:
-        exact = [(level.sparsity * size, (shift / 2**52 - 1) * size) for (_, level), size in zip(levels, sizes)]
+        exact = [(pattern.sparsity * size, (shift / 2**52 - 1) * size) for (_, pattern), size in zip(patterns, sizes)]
         return [min(max(round(before + change), 0), math.ceil(before)) for before, change in exact]
 
     def zeros_of(steps: Sequence[int]) -> int:
-        return sum(map(zeros_in, range(len(levels)), steps))
+        return sum(map(zeros_in, range(len(patterns)), steps))
 
-    zeros = sum(level.zeros_in(each.shape) for each, level in levels) - surplus
+    zeros = sum(pattern.zeros_in(layer.shape) for layer, pattern in patterns) - surplus
     steps = shifted(bisect_left(range(2**53), True, key=lambda shift: zeros_of(shifted(shift)) >= zeros))
     surplus, again = zeros_of(steps) - zeros, True
     while again:
         again = False
-        excess = [step / size - level.sparsity for (_, level), step, size in zip(levels, steps, sizes)]
-        for i in sorted(range(len(levels)), key=lambda i: -excess[i]):
+        excess = [step / size - pattern.sparsity for (_, pattern), step, size in zip(patterns, steps, sizes)]
+        for i in sorted(range(len(patterns)), key=lambda i: -excess[i]):
             less = zeros_in(i, steps[i]) - zeros_in(i, steps[i] - 1) if steps[i] else surplus + 1
             if less <= surplus:
                 steps[i], surplus, again = steps[i] - 1, surplus - less, True
-    return {each.name: at(i, steps[i]) for i, (each, _) in enumerate(levels)}
+    return {layer.name: at(i, steps[i]) for i, (layer, _) in enumerate(patterns)}

@@ -16,9 +16,10 @@ STEPS = 2**60  # of that grid
 def choose(losses_NK: np.ndarray, costs_NK: np.ndarray, ceiling: int) -> np.ndarray | None:
     """The choice [N] of the smallest sum of losses with costs within a ceiling; None if there is none.
 
-    Costs get the lowest price at which the cheapest choices meet the ceiling (Lagrange). What these lose more than the
-    bound that the price gives is little, and all plans that lose no more are gone through, layer by layer. Those
-    partial plans stay that no other one beats in both cost and loss (dynamic programming, Pisinger 1995).
+    A multiple-choice knapsack. The lowest Lagrange multiplier at which the cheapest choices meet the ceiling gives a
+    bound and a feasible choice. All plans whose losses lie within the gap between the two are then gone through, layer
+    by layer, by dynamic programming: a partial plan stays unless another one beats it in both cost and loss (Pisinger
+    1995).
     """
     least_N = costs_NK.min(1)
     if least_N.sum() > ceiling:

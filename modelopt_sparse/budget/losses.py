@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modelopt_sparse.accuracy.fisher import WEIGHED, Gradients, gradients_of, users_first, wants_metrics, with_metrics
+from modelopt_sparse.accuracy.fisher import LOSS_ROWS, Gradients, gradients_of, users_first, wants_metrics, with_metrics
 from modelopt_sparse.accuracy.tuning import BatchNumbers, called_with
 from modelopt_sparse.budget.costs import ChoiceCosts, Chosen, Losses
 from modelopt_sparse.calibration.dense import blocks_in_call_order, run_dense
@@ -44,12 +44,12 @@ SOLVED = 3  # levels of a layer
 def solutions(
     data: CalibrationData, wanted: Mapping[str, Sequence[Pattern]]
 ) -> Iterator[tuple[LayerPlan, Stats | DeferredStats | None, Tensor]]:
-    """SparseGPT's solution of each layer for each of the patterns that are ``wanted`` of it, on the first rows of the
-    user's data in the dense model, which stays as it is: (plan of the pattern, whose name ends with it, statistics,
+    """Solve each layer by SparseGPT for each of the patterns that are ``wanted`` of it, on the first rows of the user's
+    data in the dense model, which stays as it is. Yields (plan of the pattern, whose name ends with it, statistics,
     weight as a matrix)."""
-    data = data.only(users_first(data, WEIGHED))
-    more: dict[str, Any] = {"method": SOLVER, "options": SOLVER.options, "needs": "gram", "steps": ()}
-    plan = replace(data.run.plan, layers=tuple(replace(layer, **more) for layer in data.run.plan.layers))
+    data = data.only(users_first(data, LOSS_ROWS))
+    settings: dict[str, Any] = {"method": SOLVER, "options": SOLVER.options, "needs": "gram", "steps": ()}
+    plan = replace(data.run.plan, layers=tuple(replace(layer, **settings) for layer in data.run.plan.layers))
     untuned = {"reconstruct": None, "distill": None, "permute": False, "polish": 0}
     config = replace(data.run.config, **untuned, sequential="none", progress=False)
     # the run itself notes what there is to say of inputs; with these notes nothing is warned of twice
@@ -64,8 +64,8 @@ def solutions(
             if block.block is not None:
                 run.storage.load(block.block)
             for shared in shared_inputs:
-                pairs = [(each, pattern) for each in shared.layer_plans for pattern in wanted[each.name]]
-                tried = [replace(each, name=f"{each.name} at {pattern}", pattern=pattern) for each, pattern in pairs]
+                pairs = [(layer, pattern) for layer in shared.layer_plans for pattern in wanted[layer.name]]
+                tried = [replace(layer, name=f"{layer.name} at {pattern}", pattern=pattern) for layer, pattern in pairs]
                 for solved in solve_layers([SharedInput(tried, shared.stats)], run):
                     yield solved.layer_plan, shared.stats, solved.solution.weight
 
@@ -79,8 +79,8 @@ def losses_of(data: CalibrationData, gradients: Gradients) -> Losses:
     for layer_plan in run.plan.layers:
         if not torch.isfinite(gradients.rows[layer_plan.name]).all():
             raise ValueError(f"layer {layer_plan.name!r}: its gradients hold NaN or inf: run in float32, or exclude it")
-    wanted = {each.name: _solved_choices(each) for each in run.plan.layers}
-    losses: Losses = {each.name: {None: 0.0} for each in run.plan.layers}
+    wanted = {layer.name: _solved_choices(layer) for layer in run.plan.layers}
+    losses: Losses = {layer.name: {None: 0.0} for layer in run.plan.layers}
     with run.bar("weigh the choices", "choice", sum(map(len, wanted.values()))) as bar:
         for layer_plan, stats, weight in solutions(data, wanted):
             loss = 0.0 if stats is None else _loss(layer_plan, stats, weight, gradients, run.processes)
@@ -90,17 +90,17 @@ def losses_of(data: CalibrationData, gradients: Gradients) -> Losses:
 
 
 def _solved_choices(layer_plan: LayerPlan) -> list[Pattern]:
-    """Of many levels the lowest, the middle and the highest are solved; the losses of others follow from theirs."""
-    levels = sorted((p for p in layer_plan.choices if isinstance(p, Unstructured)), key=lambda p: p.sparsity)
-    levels = [levels[0], levels[len(levels) // 2], levels[-1]] if len(levels) > SOLVED else levels
-    return [*levels, *(p for p in layer_plan.choices if isinstance(p, NM))]
+    """The choices to solve: of many sparsities the lowest, the middle and the highest; the others follow from them."""
+    free = sorted((p for p in layer_plan.choices if isinstance(p, Unstructured)), key=lambda p: p.sparsity)
+    free = [free[0], free[len(free) // 2], free[-1]] if len(free) > SOLVED else free
+    return [*free, *(p for p in layer_plan.choices if isinstance(p, NM))]
 
 
 def _loss(
     layer_plan: LayerPlan, stats: Stats | DeferredStats, weight: Tensor, gradients: Gradients, processes: Processes
 ) -> float:
-    """Half the sum over rows of E[g_r^2] times the mean squared error. ``gradients`` have the former times the mean
-    square of the input, which meets errors relative to that. Of rows that are held the first process has all."""
+    """Half the sum over rows of E[g_r^2] times the mean squared error. ``gradients`` hold the former times the mean
+    square of the input, so that errors are taken relative to that. Rows that are held go to the first process."""
     layer, total, step = layer_plan.layer, 0.0, layer_plan.at_once or layer_plan.matrices
     dense, rows = layer.matrix(layer.values), gradients.rows[layer.name]
     for start in range(0, layer_plan.matrices if layer_plan.routed else 1, step):
@@ -121,8 +121,8 @@ def _loss(
 
 
 def divergences(data: CalibrationData, plans: Sequence[Chosen]) -> list[float]:
-    """How far the output of each plan is from the dense one on the batches held back, of all processes, before any
-    repair, with solutions of dense inputs."""
+    """Measure the divergence of each plan from the dense model on the batches held back, of all processes, with
+    solutions of dense inputs and without any repair."""
     run, weights = data.run, {}
     wanted = {name: [*dict.fromkeys(p for plan in plans if (p := plan[name]))] for name in plans[0]}
     for layer_plan, _, weight in solutions(data, wanted):
@@ -133,7 +133,7 @@ def divergences(data: CalibrationData, plans: Sequence[Chosen]) -> list[float]:
 
     @cache
     def measured(call: int) -> list[list[float]]:
-        """Of each plan."""
+        """The divergence sums of each plan."""
         dense, sums = data.counted(*data.output_of(call)), []
         for plan in plans:
             pruned = [x for x in run.plan.layers if plan[x.name]]
@@ -141,7 +141,7 @@ def divergences(data: CalibrationData, plans: Sequence[Chosen]) -> list[float]:
                 sums.append(dense.sums(data.counted(*data.output_of(call))))
         return sums
 
-    return [batches.judged(lambda call, i=i: measured(call)[i]) for i in range(len(plans))]
+    return [batches.validation_error(lambda call, i=i: measured(call)[i]) for i in range(len(plans))]
 
 
 # all losses -----------------------------------------------------------------------------------------------------------
@@ -152,12 +152,12 @@ class NoLosses(ValueError):
 
 
 def tabled(data: CalibrationData) -> tuple[CalibrationData, ChoiceCosts]:
-    """The losses of all choices, measured, or read from the file that ``losses`` names; and the data, which knows the
-    metrics that come from the same gradients."""
+    """Measure the losses of all choices, or read them from the file that ``losses`` names -> (the data, with the
+    metrics that come from the same gradients; losses and costs)."""
     run, file = data.run, data.run.config.losses
     if data.calls is None:
         raise NoLosses("a forward_loop calls the model in its own way")
-    if any(each.within_mask for each in run.plan.layers):
+    if any(layer_plan.within_mask for layer_plan in run.plan.layers):
         raise NoLosses("layers carry masks, whose zeros stay")
     if offloaded(run.model, [run.model]) is not None:
         raise NoLosses("accelerate offloads weights, which leave no gradients then")
@@ -165,13 +165,13 @@ def tabled(data: CalibrationData) -> tuple[CalibrationData, ChoiceCosts]:
         losses = _read(file, run)
     else:
         blocks = run.plan.blocks if wants_metrics(run.config) else []
-        gradients = gradients_of(data, blocks, [each.layer for each in run.plan.layers])
+        gradients = gradients_of(data, blocks, [layer_plan.layer for layer_plan in run.plan.layers])
         if gradients is None:
             raise NoLosses("no gradient of the output reaches the layers: give output= that depends on them, or rules")
         data, losses = with_metrics(data, gradients), losses_of(data, gradients)
         if file is not None and run.processes.rank == 0:
-            shapes = {each.name: list(each.shape) for each in run.plan.layers}
-            written = {name: {str(choice or DENSE): x for choice, x in of.items()} for name, of in losses.items()}
+            shapes = {layer.name: list(layer.shape) for layer in run.plan.layers}
+            written = {name: {str(choice or DENSE): x for choice, x in row.items()} for name, row in losses.items()}
             facts = {"shapes": shapes, **run.config.counts(), "losses": written}
             file.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     return data, ChoiceCosts(run.plan, losses, run.config, (data.dense or run_dense(data).dense).rows)
@@ -181,19 +181,20 @@ def _read(file: Path, run: Run) -> Losses:
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
         shapes = value["shapes"]
-        losses = {name: {parse_choice(text): x for text, x in of.items()} for name, of in value["losses"].items()}
+        losses = {name: {parse_choice(text): x for text, x in row.items()} for name, row in value["losses"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"losses={str(file)!r} is no file of losses ({error!r}): give another path") from None
-    before, now = {name: value[name] for name in OF_OUTPUT if name in value}, run.config.counts()
-    if before != now:
-        problem = f"was measured with {before or 'no output= and divergence='}, this run is with {now or 'neither'}"
+    before, current = {name: value[name] for name in OF_OUTPUT if name in value}, run.config.counts()
+    if before != current:
+        problem = f"was measured with {before or 'no output= and divergence='}, this run is with {current or 'neither'}"
         raise ValueError(f"losses={str(file)!r} {problem}: give a new path")
-    for each in run.plan.layers:
-        known = losses.get(each.name, {None: 0.0})
-        levels = any(isinstance(choice, Unstructured) for choice in known)  # those of others follow
-        unknown = [choice for choice in each.choices if choice not in known]
-        missing = [str(choice) for choice in unknown if not (levels and isinstance(choice, Unstructured))]
-        if shapes.get(each.name) != list(each.shape) or missing:
-            problem = f"no losses of layer {each.name!r} {list(each.shape)} at {', '.join(missing) or 'this shape'}"
+    for layer_plan in run.plan.layers:
+        known = losses.get(layer_plan.name, {None: 0.0})
+        interpolated = any(isinstance(choice, Unstructured) for choice in known)  # those of others follow
+        unknown = [choice for choice in layer_plan.choices if choice not in known]
+        missing = [str(choice) for choice in unknown if not (interpolated and isinstance(choice, Unstructured))]
+        if shapes.get(layer_plan.name) != list(layer_plan.shape) or missing:
+            layer = f"layer {layer_plan.name!r} {list(layer_plan.shape)}"
+            problem = f"no losses of {layer} at {', '.join(missing) or 'this shape'}"
             raise ValueError(f"losses={str(file)!r} has {problem}: give that of this model and choices, or a new path")
     return losses

@@ -50,9 +50,9 @@ class Unknown(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         kwargs, arguments = dict(kwargs or {}), func._schema.arguments
-        named = {**{of.name: x for of, x in zip(arguments, args)}, **kwargs}
+        named = {**{argument.name: x for argument, x in zip(arguments, args)}, **kwargs}
         unknown = [x for x in flat_tensors((args, kwargs)) if isinstance(x, Unknown)]
-        written = [named.get(of.name) for of in arguments if of.alias_info is not None and of.alias_info.is_write]
+        written = [named.get(x.name) for x in arguments if x.alias_info is not None and x.alias_info.is_write]
         decides = torch.Tag.data_dependent_output in func.tags
         if torch.Tag.dynamic_output_shape in func.tags:
             decides |= func not in CHOOSING or not isinstance(args[0], Unknown) or len(unknown) > 1
@@ -87,7 +87,7 @@ class Unknown(Tensor):
         if any(x is not None and not isinstance(x, Tensor) for x in leaves_of(output)):
             first.need()
         sources = set(first.sources)
-        if any(of.alias_info is not None for of in func._schema.returns):  # what is written to a view, its base holds
+        if any(x.alias_info is not None for x in func._schema.returns):  # what is written to a view, its base holds
             sources = first.sources
         sources.update(*(x.sources for x in others))
 
@@ -131,26 +131,26 @@ class Answer:
         if any(x.is_nested or x.layout != torch.strided for x in flat_tensors((output, args, kwargs))):
             return None
         inputs, numbers = enumerate(zip(before.tensors, before.versions)), count()
-        places = {id(x): n for n, (x, was) in inputs if not x.is_inference() and version(x) == was}
+        indices = {id(x): n for n, (x, was) in inputs if not x.is_inference() and version(x) == was}
         written = [
-            {key: value for key, value in now.items() if was.get(key, was) is not value}
-            for was, now in zip(before.mappings, mappings(args, kwargs))
+            {key: value for key, value in mapping.items() if was.get(key, was) is not value}
+            for was, mapping in zip(before.mappings, mappings(args, kwargs))
         ]
 
         def leaf(x: Tensor) -> Leaf:
             meta = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
-            return Leaf(next(numbers), meta, home or x.device, places.get(id(x)))
+            return Leaf(next(numbers), meta, home or x.device, indices.get(id(x)))
 
         return cls(*map_tensors(leaf, (output, written)))
 
     def tensors(self, output: Any, args: tuple, kwargs: dict[str, Any]) -> list[Tensor]:
-        """The tensors of the visit that this was made of, in the order of their numbers."""
-        written = [{key: now[key] for key in of_one} for of_one, now in zip(self.written, mappings(args, kwargs))]
+        """The tensors of the visit that this answer was made of, in the order of their numbers."""
+        written = [{key: new[key] for key in old} for old, new in zip(self.written, mappings(args, kwargs))]
         return flat_tensors((output, written))
 
-    def put_out(self, args: tuple, kwargs: dict[str, Any], place: int, need: Callable[[], NoReturn]) -> Any:
-        """The output of the visit at a ``place`` of its call, for a block that is called with these arguments. What is
-        not kept, and no argument, is unknown."""
+    def put_out(self, args: tuple, kwargs: dict[str, Any], index: int, need: Callable[[], NoReturn]) -> Any:
+        """Rebuild the output for visit ``index`` of a call, in which the block is called with these arguments. A tensor
+        that is neither kept nor an argument is `Unknown`."""
         inputs = flat_tensors((args, kwargs))
 
         def tensor(leaf: Any) -> Any:
@@ -160,7 +160,7 @@ class Answer:
                 return self.values[leaf.number].to(leaf.device, copy=True)  # the model may write to it
             if leaf.same is not None and leaf.same < len(inputs):
                 return inputs[leaf.same]
-            return Unknown(leaf.meta, leaf.device, {(place, leaf.number)}, need)
+            return Unknown(leaf.meta, leaf.device, {(index, leaf.number)}, need)
 
         output, written = map_leaves(tensor, (self.output, self.written))
         for mapping, new in zip(mappings(args, kwargs), written):
@@ -169,7 +169,7 @@ class Answer:
 
 
 class Arguments:
-    """The tensors among a block's arguments, how often they have been written to, and what the mappings hold."""
+    """The tensors among a block's arguments, how often they have been written to, and copies of the mappings."""
 
     def __init__(self, args: tuple, kwargs: dict[str, Any]) -> None:
         self.tensors = flat_tensors((args, kwargs))
@@ -178,12 +178,12 @@ class Arguments:
 
 
 def mappings(args: tuple, kwargs: dict[str, Any]) -> list[MutableMapping[Any, Any]]:
-    """Those among a block's arguments, which it may write to."""
+    """The mappings among a block's arguments, which it may write to."""
     return [value for value in (*args, *kwargs.values()) if isinstance(value, MutableMapping)]
 
 
 def signature(args: tuple, kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """What tells the shapes of a block's output: shapes and types of its arguments, and numbers among them."""
+    """A key for the shapes of a block's output: shapes and types of its arguments, and numbers among them."""
     leaves = []
     for leaf in leaves_of((args, kwargs)):
         constant = leaf if isinstance(leaf, (bool, int, float, str)) else type(leaf)
@@ -201,12 +201,12 @@ def random_states() -> list[Any]:
 
 
 def draw_from(states: Sequence[Any]) -> None:
-    torch_state, on_cuda, of_python, of_numpy = states
+    torch_state, on_cuda, python_state, numpy_state = states
     torch.set_rng_state(torch_state)
     if on_cuda:
         torch.cuda.set_rng_state_all(on_cuda)
-    random.setstate(of_python)
-    np.random.set_state(of_numpy)  # noqa: NPY002
+    random.setstate(python_state)
+    np.random.set_state(numpy_state)  # noqa: NPY002
 
 
 @contextmanager
@@ -228,14 +228,14 @@ def drawing_from(states: Sequence[Any] | int) -> Iterator[None]:
 
 
 def shared_states(states: list[Any], before: Sequence[Any]) -> list[Any]:
-    """The same states, with the objects of ``before`` for those that are equal, so that each is held once."""
-    torch_state, on_cuda, of_python, of_numpy = before
+    """``states``, with the objects of ``before`` in place of those that are equal, so that each is held once."""
+    torch_state, on_cuda, python_state, numpy_state = before
     if torch.equal(states[0], torch_state):
         states[0] = torch_state
     if all(map(torch.equal, states[1], on_cuda)) and len(states[1]) == len(on_cuda):
         states[1] = on_cuda
-    if states[2] == of_python:
-        states[2] = of_python
-    if np.array_equal(states[3][1], of_numpy[1]) and states[3][2:] == of_numpy[2:]:
-        states[3] = of_numpy
+    if states[2] == python_state:
+        states[2] = python_state
+    if np.array_equal(states[3][1], numpy_state[1]) and states[3][2:] == numpy_state[2:]:
+        states[3] = numpy_state
     return states

@@ -44,17 +44,17 @@ from modelopt_sparse.calibration.forward import (
     forward_context,
     input_hooks,
     onloaded_blocks,
-    watched_outputs,
+    record_outputs,
 )
-from modelopt_sparse.calibration.state import ModelState, objects_of, own_arguments
+from modelopt_sparse.calibration.state import ModelState, objects_of, with_copied_arguments
 from modelopt_sparse.model.devices import (
     flat_tensors,
     forward_replaced,
     has_hook,
     input_device,
     map_tensors,
-    offload_again,
     onloaded,
+    reoffload,
 )
 from modelopt_sparse.model.find import Stack
 from modelopt_sparse.plan.plan import LayerPlan
@@ -72,9 +72,9 @@ class WalkedCall:
     """A call on its way through the blocks.
 
     way: the blocks that it comes to, in order, each as often as the call comes to it; empty before that is seen.
-    needed: of what blocks put out, each tensor that is needed later -> the place of the last visit that needs it; None:
+    needed: each tensor of a block's output that is needed later -> the index of the last visit that needs it; None:
       that is not known, and what blocks put out may also decide where the call goes.
-    answers: of its first visits, those that are over for good. keeps_all: with all that blocks have put out.
+    answers: those of its first visits, which are over for good. keeps_all: with all that blocks have put out.
     starts_again: whether it may, because blocks that have answered are what they were.
     """
 
@@ -86,19 +86,18 @@ class WalkedCall:
     starts_again: bool = True
 
     def going_on(self) -> "WalkedCall":
-        """The same with the answers that it has now, and with all from now on that may be needed: it cannot start
-        again."""
+        """A copy that goes on from its answers, and keeps all later ones that may be needed. It cannot start again."""
         keeps_all = self.keeps_all or self.needed is None
         return replace(self, answers=[*self.answers], keeps_all=keeps_all, starts_again=False)
 
 
 @dataclass(eq=False)
-class UnderWay:
-    """The run of a call that is under way.
+class Attempt:
+    """One run of a call, while it lasts.
 
     wanted: the block that it is run for, with gradients or without; None: it runs to its end.
     finished: blocks whose outputs are kept. only_shapes: no block runs, all that they put out is unknown.
-    last: the place of the last visit of the wanted block, while the call goes its way.
+    last: the index of the last visit of the wanted block, while the call goes its way.
     begun: whether the wanted block has begun to run. over: the call was stopped, what follows is not wanted.
     guessed: something in this run is unknown. needed: its values were asked for.
     """
@@ -121,7 +120,7 @@ class UnderWay:
         raise Needed
 
 
-Seen = Callable[[UnderWay, nn.Module, Any, bool], object]  # gets a visit that is over: the output, whether it has run
+Seen = Callable[[Attempt, nn.Module, Any, bool], object]  # gets a visit that is over: the output, whether it has run
 
 
 class Calls:
@@ -140,7 +139,7 @@ class Calls:
         self.shapes = {} if shapes is None else shapes
         modules = [*self.run.model.modules()]
         self._state = partial(ModelState, modules, objects_of(modules))
-        self._now: UnderWay | None = None
+        self._attempt: Attempt | None = None
         self._newest: dict[Any, deque[ref[Tensor]]] = {}
         self._moved_by_hooks = False
         moved = self.run.config.device is not None
@@ -148,12 +147,12 @@ class Calls:
 
     def follow(self, call: WalkedCall) -> None:
         """A call that the user's own loop makes begins. Which way it goes is seen, until `end_following`."""
-        self._now = UnderWay(call)
+        self._attempt = Attempt(call)
 
     def end_following(self) -> None:
-        if self._now is not None:
-            self._now.call.way = tuple(self._now.visits)
-        self._now = None
+        if self._attempt is not None:
+            self._attempt.call.way = tuple(self._attempt.visits)
+        self._attempt = None
 
     # running a call -------------------------------------------------------------------------------------------------
 
@@ -176,21 +175,21 @@ class Calls:
             yield
 
     def _tell(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Padding that a module inside the model is told of, in the call under way."""
-        if self._now is not None and not self._now.only_shapes:
-            self._now.call.numbered.masks.tell(module, args, kwargs)
+        """Pre-hook of modules inside the model: note which tokens their arguments call padding, for this call."""
+        if self._attempt is not None and not self._attempt.only_shapes:
+            self._attempt.call.numbered.masks.tell(module, args, kwargs)
 
     def whole(self, call: WalkedCall) -> None:
         """Run a call to its end, through all blocks as they are, which tells its way."""
         call.answers = []
-        self._run(UnderWay(call))
+        self._run(Attempt(call))
 
     def learn_way(self, call: WalkedCall) -> None:
         """See to which blocks a call comes, and what these need: by the shapes of what blocks put out, if these tell
         it; else the way alone, by a whole run."""
         try:
-            now = self._run(UnderWay(call, only_shapes=True))
-            call.way, call.needed = tuple(now.visits), now.needs
+            attempt = self._run(Attempt(call, only_shapes=True))
+            call.way, call.needed = tuple(attempt.visits), attempt.needs
         except Needed:
             if not call.way:
                 self.whole(call)
@@ -198,125 +197,127 @@ class Calls:
     def run_to(self, call: WalkedCall, block: nn.Module | None, finished: Set[nn.Module]) -> None:
         """Run a call until it has come to ``block`` for the last time; None: to its end. What ``finished`` blocks put
         out is kept from now on. The way of a call that has come to its end is the one that it went now."""
-        now = UnderWay(call, block, finished, gradients=torch.is_grad_enabled())
+        attempt = Attempt(call, block, finished, gradients=torch.is_grad_enabled())
         try:
-            self._run(now)
+            self._run(attempt)
         except Needed:
-            if call.keeps_all or now.begun or not call.starts_again:
+            if call.keeps_all or attempt.begun or not call.starts_again:
                 problem = f"batch {call.numbered.number}: the model looks at what an earlier block has put out"
                 raise RuntimeError(f"{problem}, which the calls that were tried do not: leave it out") from None
             call.answers, call.keeps_all = [], True
             self.run_to(call, block, finished)
 
-    def _run(self, now: UnderWay) -> UnderWay:
+    def _run(self, attempt: Attempt) -> Attempt:
         """Raises `Needed` if the call asks for what was not kept."""
-        call, self._now, ended = now.call, now, False
-        if now.wanted is not None:
-            now.last = max((n for n, block in enumerate(call.way) if block is now.wanted), default=None)
-        state, (own, put_back) = self._state(), own_arguments(call.numbered.call)
+        call, self._attempt, ended = attempt.call, attempt, False
+        if attempt.wanted is not None:
+            attempt.last = max((n for n, block in enumerate(call.way) if block is attempt.wanted), default=None)
+        state, (copied_call, put_back) = self._state(), with_copied_arguments(call.numbered.call)
         try:
             with ExitStack() as hooks:
-                if now.wanted is not None:  # after all other hooks, which see the output
-                    hooks.callback(now.wanted.register_forward_hook(self._after).remove)
+                if attempt.wanted is not None:  # after all other hooks, which see the output
+                    hooks.callback(attempt.wanted.register_forward_hook(self._after).remove)
                 hooks.enter_context(torch.no_grad())
-                if now.wanted is not None and now.gradients:  # the block's hooks see them, too
-                    hooks.callback(now.wanted.register_forward_pre_hook(_with_gradients, prepend=True).remove)
-                call_model(self.run, own, call.numbered.number, call.numbered.random)
-            ended = not now.over
+                if attempt.wanted is not None and attempt.gradients:  # the block's hooks see them, too
+                    hooks.callback(attempt.wanted.register_forward_pre_hook(_with_gradients, prepend=True).remove)
+                call_model(self.run, copied_call, call.numbered.number, call.numbered.random)
+            ended = not attempt.over
         except Stop:
             pass
         except Exception as error:
-            if now.guessed and not now.over and not isinstance(error, (*NOT_OF_THE_BATCH, MemoryError)):
+            if attempt.guessed and not attempt.over and not isinstance(error, (*NOT_OF_THE_BATCH, MemoryError)):
                 raise Needed from None  # by what takes no tensor without values
-            if not now.over:
+            if not attempt.over:
                 raise
         finally:
-            self._now = None
+            self._attempt = None
             put_back()
-            if not ended or now.only_shapes:
+            if not ended or attempt.only_shapes:
                 state.put_back()
                 if has_hook(self.run.model):
-                    offload_again(self.run.model)
-        if now.needed:  # and the model has caught it
+                    reoffload(self.run.model)
+        if attempt.needed:  # and the model has caught it
             raise Needed
-        if ended and not now.only_shapes:
-            call.way = tuple(now.visits)
-        return now
+        if ended and not attempt.only_shapes:
+            call.way = tuple(attempt.visits)
+        return attempt
 
     # a visit of a block ---------------------------------------------------------------------------------------------
 
     def _visit(self, block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """What a block does in the place of its ``forward``."""
-        now = self._now
-        if now is None:
+        """Take the place of a block's ``forward``: answer with a kept output, compute, or stop the call."""
+        attempt = self._attempt
+        if attempt is None:
             self.outside.add(block)
             return forward(*args, **kwargs)
-        if now.needed:
+        if attempt.needed:
             raise Needed
-        if now.over:
+        if attempt.over:
             raise Stop  # the model has caught the first one
-        place = len(now.visits)
-        now.visits.append(block)
-        answer = self._answer(now, place, block, args, kwargs)
+        index = len(attempt.visits)
+        attempt.visits.append(block)
+        answer = self._answer(attempt, index, block, args, kwargs)
         if answer is None:
-            output = self._computed(now, place, block, forward, args, kwargs)
+            output = self._computed(attempt, index, block, forward, args, kwargs)
         else:
-            output = answer.put_out(args, kwargs, place, now.need)
-            now.guessed |= any(isinstance(x, Unknown) for x in flat_tensors(output))
+            output = answer.put_out(args, kwargs, index, attempt.need)
+            attempt.guessed |= any(isinstance(x, Unknown) for x in flat_tensors(output))
         if self.seen is not None:
-            self.seen(now, block, output, answer is None)
+            self.seen(attempt, block, output, answer is None)
         return output
 
     def _answer(
-        self, now: UnderWay, place: int, block: nn.Module, args: tuple, kwargs: dict[str, Any]
+        self, attempt: Attempt, index: int, block: nn.Module, args: tuple, kwargs: dict[str, Any]
     ) -> Answer | None:
-        """What the visit at this place is answered with; None: the block computes."""
-        call = now.call
-        if now.only_shapes:
+        """The kept output that answers visit ``index`` of the call; None: the block computes."""
+        call = attempt.call
+        if attempt.only_shapes:
             for x in flat_tensors((args, kwargs)):
-                now.needs |= dict.fromkeys(x.sources if isinstance(x, Unknown) else (), place)
-            return self.shapes.get((block, signature(args, kwargs))) or now.need()
-        if place >= len(call.answers):
+                attempt.needs |= dict.fromkeys(x.sources if isinstance(x, Unknown) else (), index)
+            return self.shapes.get((block, signature(args, kwargs))) or attempt.need()
+        if index >= len(call.answers):
             return None
-        if call.way[place] is not block:
+        if call.way[index] is not block:
             batch = f"calibration batch {call.numbered.number}"
             raise RuntimeError(f"{batch} comes to the blocks in another order than before, with the same inputs")
-        draw_from(call.answers[place].random)  # as if the block had drawn its own
-        return call.answers[place]
+        draw_from(call.answers[index].random)  # as if the block had drawn its own
+        return call.answers[index]
 
     def _computed(
-        self, now: UnderWay, place: int, block: nn.Module, forward: Callable, args: tuple, kwargs: dict[str, Any]
+        self, attempt: Attempt, index: int, block: nn.Module, forward: Callable, args: tuple, kwargs: dict[str, Any]
     ) -> Any:
         if any(isinstance(x, Unknown) for x in flat_tensors((args, kwargs))):
-            now.need()
+            attempt.need()
         key, before = (block, signature(args, kwargs)), Arguments(args, kwargs)
-        now.begun |= block is now.wanted
-        output = self._forward(now, block, forward, args, kwargs)
+        attempt.begun |= block is attempt.wanted
+        output = self._forward(attempt, block, forward, args, kwargs)
         answer = Answer.of(output, before, args, kwargs, self._home.get(block))
         if answer is not None:
             self.shapes[key] = answer
-            if place == len(now.call.answers) and block in now.finished:
-                self._keep(now, answer, answer.tensors(output, args, kwargs))
-        if now.last is not None and now.call.way[place : place + 1] != (block,):
-            now.last = None  # another way than before: it is run to its end
+            if index == len(attempt.call.answers) and block in attempt.finished:
+                self._keep(attempt, answer, answer.tensors(output, args, kwargs))
+        if attempt.last is not None and attempt.call.way[index : index + 1] != (block,):
+            attempt.last = None  # another way than before: it is run to its end
         return output
 
     def _after(self, block: nn.Module, args: Any, output: Any) -> None:
-        now = self._now
-        if now is not None and now.last == len(now.visits) - 1:
-            now.over = True
+        attempt = self._attempt
+        if attempt is not None and attempt.last == len(attempt.visits) - 1:
+            attempt.over = True
             raise Stop
 
-    def _forward(self, now: UnderWay, block: nn.Module, forward: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """What the block itself does, with its weights where it runs; the block that is wanted has them there."""
+    def _forward(
+        self, attempt: Attempt, block: nn.Module, forward: Callable, args: tuple, kwargs: dict[str, Any]
+    ) -> Any:
+        """Run the block itself, with its weights where it runs; those of the wanted block are there."""
         device = self.run.config.device
         self.run.storage.load(block)
-        if block is now.wanted and now.gradients:
+        if block is attempt.wanted and attempt.gradients:
             with torch.inference_mode(False), torch.enable_grad():
                 args, kwargs = map_tensors(lambda x: x.clone() if x.is_inference() else x, (args, kwargs))
                 return forward(*args, **kwargs)
-        there = block is now.wanted or self._moved_by_hooks or block is self.run.model or has_hook(block)
-        if device is None or there or input_device(block) == device:
+        in_place = block is attempt.wanted or self._moved_by_hooks or block is self.run.model or has_hook(block)
+        if device is None or in_place or input_device(block) == device:
             return forward(*args, **kwargs)
         home = input_device(block)
         block.to(device)
@@ -326,31 +327,31 @@ class Calls:
         finally:
             block.to(home)
 
-    def _keep(self, now: UnderWay, answer: Answer, tensors: Sequence[Tensor]) -> None:
-        """Keep of a visit's ``tensors``, and of those before, what visits that come later need."""
-        call, place = now.call, len(now.call.answers)
-        newest = {self.stack_of.get(block): n for n, block in enumerate(now.visits)}
+    def _keep(self, attempt: Attempt, answer: Answer, tensors: Sequence[Tensor]) -> None:
+        """Keep those ``tensors`` of a visit that later visits need, and drop earlier ones that none needs any more."""
+        call, index = attempt.call, len(attempt.call.answers)
+        newest = {self.stack_of.get(block): n for n, block in enumerate(attempt.visits)}
 
         def is_wanted(n: int, number: int) -> bool:
             if call.keeps_all:
                 return True
             if call.needed is None:  # not known: the last output of each stack
                 return n in newest.values()
-            return call.needed.get((n, number), -1) > place
+            return call.needed.get((n, number), -1) > index
 
         for n, earlier in enumerate(call.answers):
             if earlier.values:
                 values = {number: x for number, x in earlier.values.items() if is_wanted(n, number)}
                 call.answers[n] = replace(earlier, values=values)
-        home, states = self._home.get(now.visits[place]), random_states()
-        values = {n: self._hold(x.to(home or x.device), n) for n, x in enumerate(tensors) if is_wanted(place, n)}
+        home, states = self._home.get(attempt.visits[index]), random_states()
+        values = {n: self._hold(x.to(home or x.device), n) for n, x in enumerate(tensors) if is_wanted(index, n)}
         states = shared_states(states, call.answers[-1].random) if call.answers else states
         call.answers.append(replace(answer, values=values, random=states))
 
     @torch.inference_mode(False)
     def _hold(self, x: Tensor, number: int) -> Tensor:
-        """A copy of ``x``, where activations are held, that nothing writes to. ``number``: of the tensor in its output.
-        What follows the first, as position biases do, is held once if it equals a tensor of another call."""
+        """Copy ``x``, tensor ``number`` of an output, to where activations are held; nothing writes to the copy.
+        Tensors behind the first, such as position biases, are held once where they equal a tensor of another call."""
         if number == 0:
             return copied(x.detach(), self.run)
         alike = self._newest.setdefault((x.shape, x.dtype, x.stride()), deque(maxlen=CANDIDATES))
@@ -376,8 +377,8 @@ def copied(x: Tensor, run: Run) -> Tensor:
 
 
 class WholeModel:
-    """Each time the inputs of layers are asked for, the whole model runs over the data; None: no method asks. The same
-    methods as those of `AtBlock`."""
+    """Gives the inputs of layers by running the whole model over the data, each time that they are asked for. It has
+    the methods of `AtBlock`. ``data`` is None where no method asks."""
 
     def __init__(self, data: CalibrationData | None) -> None:
         self._data = data
@@ -391,7 +392,8 @@ class WholeModel:
         self._data.run_model(begin, hooks)
 
     def advance(self) -> None:
-        """The next run goes through the block as it is then."""
+        """Let the block answer with its output, as it is now, from here on. A block that stays as it is, and at hand,
+        runs when the next one is wanted, which saves a run of what lies before it."""
 
 
 @dataclass(frozen=True)
@@ -485,7 +487,7 @@ class AtBlock:
         """The work on a block is done. The last block of all done, each call that may go other ways than it went when
         it was dense is run to its end, so that none has come to a finished block unseen."""
         stack, blocks = self.again.stack_of[self.block], self.order.blocks
-        if not any(other in stack.blocks for other in blocks[blocks.index(self.block) + 1 :]):
+        if not any(later_block in stack.blocks for later_block in blocks[blocks.index(self.block) + 1 :]):
             self.dense.pop(stack, None)
         if self.block is not blocks[-1]:
             return
@@ -508,7 +510,7 @@ class AtBlock:
     # for permutation and reconstruction, before and after the layers of a block are solved ----------------------------
 
     def only(self, numbers: Container[int]) -> "AtBlock":
-        """The same with the calls of these numbers alone."""
+        """A copy with the calls of these numbers alone."""
         some = copy.copy(self)
         some.calls = [call for call in self.calls if call.numbered.number in numbers]
         return some
@@ -518,7 +520,7 @@ class AtBlock:
         block alone."""
         run = partial(self._run_to, self.calls[index], self.block, self.done)
         with self.again.watching():
-            return watched_outputs(run, modules)
+            return record_outputs(run, modules)
 
     def dense_outputs(self, modules: Sequence[nn.Module]) -> list[list[Tensor]]:
         """For each module its outputs on all calls, to be asked for while the block is dense."""
@@ -530,7 +532,7 @@ class AtBlock:
         with self.again.watching(), forward_context(self.run):
             for call in calls:
                 run = partial(self._run_to, call, self.block, done)
-                for goal, output in zip(goals, watched_outputs(run, modules, lambda x: copied(x, self.run))):
+                for goal, output in zip(goals, record_outputs(run, modules, lambda x: copied(x, self.run))):
                     goal.append(output)
         return goals
 

@@ -30,7 +30,7 @@ from modelopt_sparse.reports.text import first_few
 # calls ----------------------------------------------------------------------------------------------------------------
 
 
-IMAGES = 8  # of a batch, if nobody says how many
+IMAGES_PER_BATCH = 8  # of a batch, if nobody says how many
 DRAWN_FROM = 8  # of data without a length, so many times the windows asked for are read
 PATCHES = 128  # tokens that an image counts as where steps are cut
 
@@ -51,14 +51,14 @@ class Call:
     batch: int | None = None
 
 
-def samples(args: tuple, kwargs: Mapping[str, Any]) -> int:
+def batch_rows(args: tuple, kwargs: Mapping[str, Any]) -> int:
     """The size of a call's batch: that of its first tensor."""
     sizes = [len(x) for x in flat_tensors((args, kwargs)) if x.dim()]
     return sizes[0] if sizes else 1
 
 
-def judging(steps: int, one_of: int = HELD_BACK) -> int:
-    """How many of the steps of the user's data, the last ones, only judge where blocks are tuned."""
+def validation_count(steps: int, one_of: int = HELD_BACK) -> int:
+    """Number of steps of the user's data, the last ones, that only judge where blocks are tuned."""
     return max(1, steps // one_of)
 
 
@@ -90,28 +90,28 @@ def in_steps(calls: Sequence[Call], seed: int | None) -> list[Call]:
 
     A step has as many rows whatever the user's batches are: about STEP_TOKENS tokens, and fewer where there would be
     fewer than LEAST_STEPS of them. Batches are cut where a step begins, as far as that is certain to be right (see
-    `cut`), and small ones are put together.
+    `split`), and small ones are put together.
     """
-    sizes = [samples(call.args, call.kwargs) for call in calls]
+    sizes = [batch_rows(call.args, call.kwargs) for call in calls]
     tokens = sum(size * _tokens_of_row(call) for size, call in zip(sizes, calls))
-    each = max(1, min(STEP_TOKENS * sum(sizes) // max(tokens, 1), sum(sizes) // LEAST_STEPS))
+    step_rows = max(1, min(STEP_TOKENS * sum(sizes) // max(tokens, 1), sum(sizes) // LEAST_STEPS))
     made: list[Call] = []
-    for batch, (call, at) in enumerate(zip(calls, accumulate(sizes, initial=0))):
+    for batch, (call, start) in enumerate(zip(calls, accumulate(sizes, initial=0))):
         made += [
-            replace(part, step=(at + part.row) // each, row=(at + part.row) % each, batch=batch)
-            for part in cut(call, each, each - at % each)
+            replace(part, step=(start + part.row) // step_rows, row=(start + part.row) % step_rows, batch=batch)
+            for part in split(call, step_rows, step_rows - start % step_rows)
         ]
     steps = [*dict.fromkeys(part.step for part in made)]
-    places = dict(zip(steps, range(len(steps))))
+    positions = dict(zip(steps, range(len(steps))))
     if seed is not None:
         drawn = torch.randperm(len(steps), generator=torch.Generator().manual_seed(seed))
-        places = dict(zip(steps, drawn.tolist()))
-    made = [replace(part, step=places[part.step]) for part in made]
+        positions = dict(zip(steps, drawn.tolist()))
+    made = [replace(part, step=positions[part.step]) for part in made]
     return sorted(made, key=lambda part: part.step or 0)
 
 
 def _tokens_of_row(call: Call) -> int:
-    """How many tokens a row of a batch has, at most; an image, or what is not known, counts as PATCHES."""
+    """The most tokens that a row of a batch has; an image, or what is not known, counts as PATCHES."""
     sizes = [1]
     for x in flat_tensors((call.args, call.kwargs)):
         if x.is_nested or x.dim() > 3:
@@ -121,20 +121,20 @@ def _tokens_of_row(call: Call) -> int:
     return max(sizes)
 
 
-def units(calls: Sequence[Call], count: int, first: int = 0) -> list[Call]:
-    """Steps in units, one for each of ``count`` processes as far as they have so many rows. A call that is of no step
-    yet is one by itself; these count from ``first``."""
+def split_steps(calls: Sequence[Call], count: int, first: int = 0) -> list[Call]:
+    """Split each call into as many as ``count`` parts, one for each process. A call that is of no step yet is one by
+    itself; these count from ``first``."""
     return [
         replace(part, step=step if call.step is None else call.step, row=call.row + part.row, batch=call.batch)
         for step, call in enumerate(calls, first)
-        for part in cut(call, -(-samples(call.args, call.kwargs) // count))
+        for part in split(call, -(-batch_rows(call.args, call.kwargs) // count))
     ]
 
 
-def cut(call: Call, each: int, first: int | None = None) -> list[Call]:
-    """A batch in parts of ``each`` rows, the ``first`` part of so many, if it is nothing but tokens, or images with a
-    number for each; any other as it is, for which of its tensors have a row for each sample is not known. `row` is that
-    of the batch."""
+def split(call: Call, rows: int, first: int | None = None) -> list[Call]:
+    """Split a batch into parts of ``rows`` rows, the ``first`` part of so many, if it is nothing but tokens, or images
+    with a number for each. Any other stays whole, for which of its tensors have a row for each sample is not known.
+    `row` of a part counts from the beginning of the batch."""
     tensors = [x for _, x in parts_within((call.args, call.kwargs)) if isinstance(x, Tensor)]
     dims = [x.dim() for x in tensors if not x.is_floating_point()]
     images = [x for x in tensors if x.is_floating_point()]
@@ -142,8 +142,8 @@ def cut(call: Call, each: int, first: int | None = None) -> list[Call]:
     plain = all(x.layout == torch.strided and not x.is_nested for x in tensors) and len(images) < 2
     if not (plain and known and all(x.dim() > 3 for x in images)) or len({len(x) for x in tensors}) != 1:
         return [replace(call, row=0)]
-    each = max(1, each)
-    begins = [0, *range(first or each, len(tensors[0]), each)]
+    rows = max(1, rows)
+    begins = [0, *range(first or rows, len(tensors[0]), rows)]
     ends = [*begins[1:], len(tensors[0])]
     return [
         Call(*map_tensors(lambda x, a=a, b=b: x[a:b], (call.args, call.kwargs)), row=a) for a, b in zip(begins, ends)
@@ -151,9 +151,9 @@ def cut(call: Call, each: int, first: int | None = None) -> list[Call]:
 
 
 def held_back(calls: Sequence[Call]) -> int:
-    """How many of the user's calls, the last ones, only judge where blocks are tuned."""
+    """Number of the user's calls, the last ones, that only judge where blocks are tuned."""
     steps = [-1 - number if call.step is None else call.step for number, call in enumerate(calls)]
-    judges = [*dict.fromkeys(steps)][-judging(len(set(steps))) :]
+    judges = [*dict.fromkeys(steps)][-validation_count(len(set(steps))) :]
     return sum(step in judges for step in steps)
 
 
@@ -186,7 +186,7 @@ def _as_call(batch: Any, config: SparsifyConfig, model: nn.Module) -> Call:
 
 
 def source_of(config: SparsifyConfig) -> str:
-    """What the report says of where data came from. Of a path the last part: the report may be published."""
+    """Name of the data's source, for the report. Of a path the last part: the report may be published."""
     data = config.data_loader if config.data is None else config.data
     if config.forward_loop is not None:
         return "forward_loop"
@@ -231,7 +231,7 @@ def _enough(config: SparsifyConfig, seq_len: int) -> Any:
 
 
 def _drawn(rows: int, config: SparsifyConfig) -> Tensor:
-    """Which of so many rows are drawn without replacement, in their order."""
+    """Draw rows without replacement by the seed -> their indices, ascending."""
     order = torch.randperm(rows, generator=torch.Generator().manual_seed(config.seed))
     return order[: config.num_samples].sort().values
 
@@ -283,7 +283,7 @@ def digest_of(calls: Iterable[Call]) -> str:
 MISSING = 'data sets are read by the library datasets, which is not installed: pip install "modelopt-sparse[datasets]"'
 WIKITEXT2 = "wikitext2"
 TABLES = (".parquet", ".csv")  # files that hold a data set each
-KINDS = (".txt", ".jsonl", ".json", *TABLES)  # files of a folder with a data set: all of one kind
+FILE_KINDS = (".txt", ".jsonl", ".json", *TABLES)  # files of a folder with a data set: all of one kind
 TEXT, CHAT, IMAGE = ("text",), ("messages", "conversations"), ("image", "images", "img")  # names of columns
 
 
@@ -315,7 +315,7 @@ def documents_of(data: Any, split: str = "train") -> Iterable[Any]:
     if isinstance(data, Path) and data.is_file() and data.suffix not in TABLES:
         return _in_file(data)
     if isinstance(data, (str, Path)):
-        data = opened(data, split)
+        data = open_dataset(data, split)
     if isinstance(data, Mapping):
         raise TypeError(f"data is a mapping of {first_few(list(map(str, data)))}: give one, as data=data['train']")
     if isinstance(data, (bytes, bytearray)) or not isinstance(data, Iterable):
@@ -327,8 +327,8 @@ def documents_of(data: Any, split: str = "train") -> Iterable[Any]:
 def _document(row: Any) -> Any:
     row = row.get("text", row.get("messages")) if isinstance(row, Mapping) else row
     if not isinstance(row, str) and not _is_chat(row):
-        what = f"data is strings or chats (lists of messages with a role), and no {type(row).__name__}"
-        raise TypeError(f"{what}: give token tensors as data_loader, and images with processor=")
+        problem = f"data is strings or chats (lists of messages with a role), and no {type(row).__name__}"
+        raise TypeError(f"{problem}: give token tensors as data_loader, and images with processor=")
     return row
 
 
@@ -337,15 +337,15 @@ def is_stream(data: Any) -> bool:
     return not isinstance(data, (str, Path, Sized))
 
 
-def opened(data: str | Path, split: str = "train") -> Any:
-    """The data set of this name, or in this folder; of "wikitext2" its text as the literature joins it, [text].
+def open_dataset(data: str | Path, split: str = "train") -> Any:
+    """Load the data set of this name, or in this folder; of "wikitext2" the text as the literature joins it, [text].
 
-    ``split``: of a name that says none. Raises ValueError if it cannot be had.
+    ``split``: of a name that says none. Raises ValueError if it cannot be loaded.
     """
     table = isinstance(data, Path) and data.is_file() and data.suffix in TABLES
     saved = isinstance(data, Path) and (data / "state.json").is_file()  # by the library datasets
     if isinstance(data, Path) and not table:
-        kinds = [] if saved else sorted({each.suffix for each in data.glob("*")} & {*KINDS})
+        kinds = [] if saved else sorted({file.suffix for file in data.glob("*")} & {*FILE_KINDS})
         if len(kinds) > 1:
             raise ValueError(f"data {str(data)!r} holds files of several kinds ({', '.join(kinds)}): give one of them")
         if not data.is_dir():
@@ -365,7 +365,7 @@ def opened(data: str | Path, split: str = "train") -> Any:
             return load_from_disk(str(data))
         return load_dataset(name, config or None, split=part or split)
     except (OSError, ValueError, RuntimeError) as error:
-        raise ValueError(f"data {str(data)!r} cannot be had as a data set: {error}") from None
+        raise ValueError(f"data {str(data)!r} cannot be loaded as a data set: {error}") from None
 
 
 def is_dataset(data: Any) -> bool:
@@ -374,10 +374,10 @@ def is_dataset(data: Any) -> bool:
 
 
 def _processed(config: SparsifyConfig) -> Iterator[Mapping[str, Any]]:
-    """What a processor makes of images in batches, or of chats with images one by one. Raises ValueError for text."""
-    data, processor, size = config.data, config.processor, config.batch_size or IMAGES
+    """Run the processor on images in batches, or on chats with images one by one. Raises ValueError for text."""
+    data, processor, size = config.data, config.processor, config.batch_size or IMAGES_PER_BATCH
     if isinstance(data, (str, Path)):
-        data = opened(data)
+        data = open_dataset(data)
     columns = _columns(data) if is_dataset(data) else []
     chat = next((name for name in CHAT if name in columns), None)
     images = data if chat or not columns else _column(data, IMAGE)
@@ -437,7 +437,7 @@ def _in_file(path: Path) -> list[Any]:
 
 
 def _is_chat(row: Any) -> bool:
-    return isinstance(row, list) and bool(row) and all(isinstance(each, Mapping) and "role" in each for each in row)
+    return isinstance(row, list) and bool(row) and all(isinstance(turn, Mapping) and "role" in turn for turn in row)
 
 
 def _chat_text(chat: Sequence[Mapping[str, Any]], tokenizer: Any, **options: bool) -> str:
@@ -451,7 +451,7 @@ def _without_nones(chat: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
     def plain(value: Any) -> Any:
         if isinstance(value, Mapping):
-            return {key: plain(each) for key, each in value.items() if each is not None}
-        return [plain(each) for each in value] if isinstance(value, list) else value
+            return {key: plain(entry) for key, entry in value.items() if entry is not None}
+        return [plain(entry) for entry in value] if isinstance(value, list) else value
 
     return [plain(message) for message in chat]

@@ -52,7 +52,7 @@ READ = "its parent reads the weight without calling the layer, so that no data r
 
 
 class SeenInputs:
-    """What the inputs of layers show. ``block_of``: layer name -> the one block that it is in, or None.
+    """Facts about layers' inputs in the dense run. ``block_of``: layer name -> the one block that it is in, or None.
 
     order: layer name -> position of its first call.
     input_of: layer name -> the first layer of its block that got the same input.
@@ -100,14 +100,15 @@ class SeenInputs:
 
 
 def _rows_of_a_matrix(layer: Layer, inputs: tuple[Tensor, ...]) -> Fraction:
-    """The mean over the matrices of a layer. Convolutions have a row for each place of their output; of experts those
-    count that have weights here, as often as the router chose them."""
+    """Number of rows that a matrix of the layer is multiplied with in this call, the mean over its matrices.
+    Convolutions have a row for each position of their output. Experts count where their weights are here, as often
+    as the router chose them."""
     adapter, owner = layer.adapter, layer.owner
     if isinstance(adapter, RoutedAdapter):
         return Fraction(int((inputs[1] < experts_of(owner)).sum()), len(layer.parameter))
     shapes = tuple(x.to("meta") for x in inputs)
     apart = [(x,) for x in shapes] if adapter is IN_PROJ else [shapes]  # keys may be longer than queries
-    return Fraction(sum(rows.shape[-2] for each in apart for rows in adapter.rows(owner, each, None)), len(apart))
+    return Fraction(sum(rows.shape[-2] for group in apart for rows in adapter.rows(owner, group, None)), len(apart))
 
 
 def _units_of(call: Call) -> int:
@@ -119,7 +120,8 @@ def _units_of(call: Call) -> int:
 
 @dataclass
 class DenseRun:
-    """What running the dense model has shown: of the inputs of layers, and of blocks.
+    """Facts from the dense forwards: call order of layers, which layers share an input, order of blocks, and stacks
+    that must be calibrated by runs of the whole model.
 
     again: what runs the calls. calls: all of this process, with their ways.
     order: of blocks. whole: stacks whose blocks are calibrated through runs of the whole model.
@@ -137,7 +139,7 @@ class DenseRun:
     units: int = 0
 
     def only(self, numbers: Sequence[int]) -> "DenseRun":
-        """The same with the calls of these numbers alone."""
+        """A copy with the calls of these numbers alone."""
         return replace(self, calls=[self.calls[number] for number in numbers])
 
     def begin(self, numbered: NumberedCall) -> None:
@@ -196,8 +198,9 @@ def _block_of_layers(plan: Plan) -> dict[str, str | None]:
 def in_call_order(plan: Plan, dense: DenseRun) -> tuple[list[Stack | LayerPlan], dict[str | None, list[LayerPlan]]]:
     """(stacks, and layers outside of all blocks; block -> its layers), in the order of their first calls."""
     order, block_of = dense.inputs.order, dense.inputs.block_of
-    by_block = grouped(sorted(plan.layers, key=lambda each: order[each.name]), lambda each: block_of[each.name])
-    starts: list[tuple[int, Stack | LayerPlan]] = [(order[each.name], each) for each in by_block.get(None, [])]
+    layer_plans = sorted(plan.layers, key=lambda layer_plan: order[layer_plan.name])
+    by_block = grouped(layer_plans, lambda layer_plan: block_of[layer_plan.name])
+    starts: list[tuple[int, Stack | LayerPlan]] = [(order[p.name], p) for p in by_block.get(None, [])]
     for stack in plan.stacks:
         if calls := [order[layer_plan.name] for name in stack.names for layer_plan in by_block.get(name, [])]:
             starts.append((min(calls), stack))
@@ -206,8 +209,9 @@ def in_call_order(plan: Plan, dense: DenseRun) -> tuple[list[Stack | LayerPlan],
 
 @contextmanager
 def _compared(plan: Plan) -> Iterator[dict[str, bool | None]]:
-    """While entered, layers with forwards of their own are run alone on their first inputs -> by name, whether they do
-    something else with the weight; None: the inputs of the product alone are not enough for them."""
+    """While entered, each layer whose class has a forward of its own is run by itself on its first input, beside
+    torch's. Yields layer name -> whether it does something else with the weight; None: its input alone does not
+    tell."""
     others: dict[str, bool | None] = {}
 
     def compare(layer: Layer, module: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -238,8 +242,8 @@ class _Reads(TorchDispatchMode):
 
 def _read_by_parents(dense: DenseRun) -> set[str]:
     """The layers that saw no data, though the model read their weights: looked for in one more call of each kind."""
-    layers = [each.layer for each in dense.data.run.plan.layers if each.needs != "nothing"]
-    unseen = [each for each in layers if each.name not in dense.inputs.order and each.mixture is None]
+    layers = [layer_plan.layer for layer_plan in dense.data.run.plan.layers if layer_plan.needs != "nothing"]
+    unseen = [layer for layer in layers if layer.name not in dense.inputs.order and layer.mixture is None]
     with _Reads() as reads:
         if unseen:
             dense.data.run_model(numbers=[call.numbered.number for call in _one_of_each_kind(dense.calls)])
@@ -249,10 +253,11 @@ def _read_by_parents(dense: DenseRun) -> set[str]:
 def _without_others(run: Run, others: Mapping[str, bool | None], read: Collection[str]) -> Run:
     """The run, with the layers dense that in some process were not seen to do what their classes say, or whose weights
     were ``read`` without a call of theirs."""
-    of_ranks = run.processes.all_gather("what forwards do with weights", (others, read))
-    names = {name for others, _ in of_ranks for name, other in others.items() if other is not False}
-    reasons = {each.name: each.layer.why_other for each in run.plan.layers if each.name in names}
-    reasons |= {name: READ for _, read in of_ranks for name in read}
+    by_rank = run.processes.all_gather("what forwards do with weights", (others, read))
+    names = {name for others, _ in by_rank for name, is_other in others.items() if is_other is not False}
+    layers = [layer_plan.layer for layer_plan in run.plan.layers if layer_plan.name in names]
+    reasons = {layer.name: layer.why_other for layer in layers}
+    reasons |= {name: READ for _, read in by_rank for name in read}
     if not reasons:
         return run
     plan = without_others(run.plan, reasons, run.model, run.config)
@@ -261,8 +266,8 @@ def _without_others(run: Run, others: Mapping[str, bool | None], read: Collectio
 
 
 def kind_of(numbered: NumberedCall) -> list[Any]:
-    """What two calls of the model have in common if they take the same way through it: all but the values of tensors,
-    and whether there is padding."""
+    """A key of the way that a call takes through the model: all but the values of tensors, and whether there is
+    padding."""
     return [_structure((numbered.call.args, numbered.call.kwargs), ()), _all_real(numbered)]
 
 
@@ -287,27 +292,27 @@ def _all_real(numbered: NumberedCall) -> list[bool]:
     return [told.get((model, side)) is None for side in ("encoder", "decoder", "image")]
 
 
-KINDS = 4  # of calls that are tried at most
+MAX_KINDS = 4  # of calls that are tried at most
 
 
 def _run_calls(dense: DenseRun, calls: Sequence[Call]) -> list[Tried]:
     """Run a call of each kind, and all if that is not enough -> those that running calls again is tried with."""
     data, run = dense.data, dense.data.run
     numbered = (NumberedCall(number, call, data.masks_of(call)) for number, call in enumerate(calls))
-    dense.calls = [WalkedCall(each) for each in numbered]
+    dense.calls = [WalkedCall(numbered_call) for numbered_call in numbered]
     batches = sum(call.row == 0 for call in calls)
     run.report.calibration.update(calls=batches, sha256=data.sha256 or digest_of(calls))
     chosen = _one_of_each_kind(dense.calls)
     truth = _run_some(dense, chosen)
-    wanted = {plan.name for plan in run.plan.layers if plan.calibrated}
+    wanted = {layer_plan.name for layer_plan in run.plan.layers if layer_plan.calibrated}
     unseen = wanted.difference(*run.processes.all_gather("the layers that were reached", set(dense.inputs.order)))
     if unseen and any(run.processes.all_gather("calls that were not run", len(chosen) < len(calls))):
-        _run_some(dense, [call for call in dense.calls if all(call is not each for each in chosen)])
-    beside = [call for call in dense.calls if all(call is not each for each in chosen)][:1]
+        _run_some(dense, [call for call in dense.calls if all(call is not chosen_call for chosen_call in chosen)])
+    beside = [call for call in dense.calls if all(call is not chosen_call for chosen_call in chosen)][:1]
     if run.storage.resident:
-        return [_tried(dense, call.numbered) for call in (*chosen[:KINDS], *beside)]
+        return [_tried(dense, call.numbered) for call in (*chosen[:MAX_KINDS], *beside)]
     # each run of the model reads all weights
-    return [*truth[:KINDS], *(Tried(WalkedCall(call.numbered), None) for call in beside)]
+    return [*truth[:MAX_KINDS], *(Tried(WalkedCall(call.numbered), None) for call in beside)]
 
 
 def _one_of_each_kind(calls: Sequence[WalkedCall]) -> list[WalkedCall]:
@@ -321,7 +326,7 @@ def _one_of_each_kind(calls: Sequence[WalkedCall]) -> list[WalkedCall]:
 
 
 def _tried(dense: DenseRun, numbered: NumberedCall) -> Tried:
-    """What is tried of a call: a row, with padding if the call has some; all of it where the model takes no row."""
+    """Choose what is tried of a call: one row, padded if the call has padding; all of it if the model takes no row."""
     rows = (NumberedCall(numbered.number, row, dense.data.masks_of(row)) for row in single_rows(numbered.call))
     row = next((row for row in rows if _all_real(row) == _all_real(numbered)), numbered)
     try:
@@ -365,7 +370,7 @@ def _run_loop(dense: DenseRun) -> list[Tried]:
         random = random if earlier is None else shared_states(random, earlier)
         recorded = NumberedCall(numbered.number, call, numbered.masks, random)
         kind = kind_of(recorded)
-        watch.on = len(kinds) <= KINDS and (kind not in kinds or len(kinds) == len(dense.calls) == 1)
+        watch.on = len(kinds) <= MAX_KINDS and (kind not in kinds or len(kinds) == len(dense.calls) == 1)
         kinds.extend([kind] * watch.on)
         dense.calls.append(WalkedCall(recorded))
         again.follow(dense.calls[-1])
@@ -384,14 +389,13 @@ def _run_loop(dense: DenseRun) -> list[Tried]:
         raise ValueError(
             "forward_loop called no layer; it must run model(...), or parts of it, on the calibration data"
         )
-    return [Tried(now.call, visits) for now, visits in watch.take()]
+    return [Tried(attempt.call, visits) for attempt, visits in watch.take()]
 
 
 def _agree(dense: DenseRun) -> None:
-    """What the data of all processes show together, as one process would see it that goes over the batches in their
-    order."""
+    """Merge the facts of all processes into those that one process would see which goes over all batches in order."""
     seen, run = dense.inputs, dense.data.run
-    own: Any = (
+    facts: Any = (
         {name: (seen.first_call[name] * run.processes.size + run.processes.rank, n) for name, n in seen.order.items()},
         seen.input_of,
         {name: bool(value) for name, value in seen.finite.items()},
@@ -400,16 +404,17 @@ def _agree(dense: DenseRun) -> None:
         dense.rows,
         dense.units,
     )
-    places, inputs, finites, varying, calibrations, rows, units = zip(*run.processes.all_gather("the dense run", own))
+    by_rank = run.processes.all_gather("the dense run", facts)
+    positions, inputs, finites, varying, calibrations, rows, units = zip(*by_rank)
     firsts: dict[str, tuple[int, int]] = {}
-    for of_rank in places:
-        for name, place in of_rank.items():
-            firsts[name] = min(place, firsts.get(name, place))
+    for by_name in positions:
+        for name, position in by_name.items():
+            firsts[name] = min(position, firsts.get(name, position))
     seen.order = {name: number for number, name in enumerate(sorted(firsts, key=firsts.__getitem__))}
     seen.input_of = {name: inputs[0].get(name, name) for name in seen.order}  # rank 0 has the first batch
-    seen.finite = {name: torch.tensor(all(of_rank.get(name, True) for of_rank in finites)) for name in seen.order}
+    seen.finite = {name: torch.tensor(all(by_name.get(name, True) for by_name in finites)) for name in seen.order}
     seen.varying = set().union(*varying)
-    totals = {name: sum(own.get(name, 0) for own in rows) for name in seen.order}
+    totals = {name: sum(rank_rows.get(name, 0) for rank_rows in rows) for name in seen.order}
     dense.rows = {name: Fraction(total, max(sum(units), 1)) for name, total in totals.items()}
     run.report.calibration["calls"] = sum(calibration["calls"] for calibration in calibrations)
     if run.processes.size > 1 and dense.data.sha256 is None:  # each process has data of its own
@@ -418,16 +423,16 @@ def _agree(dense: DenseRun) -> None:
 
 
 def _merged(ways: Any) -> list[int]:
-    """All that calls come to, in an order in which each of them comes to it, if there is one."""
+    """Merge ways into one order of all their stops; each way follows it, if there is such an order."""
     order: list[int] = []
     for way in ways:
-        place = 0
+        index = 0
         for stop in way:
             if stop in order:
-                place = order.index(stop) + 1
+                index = order.index(stop) + 1
             else:
-                order.insert(place, stop)
-                place += 1
+                order.insert(index, stop)
+                index += 1
     return order
 
 
@@ -474,9 +479,9 @@ def _whole_stacks(
         _learn_ways(dense, tried)
     while waiting := [stack for stack in stacks if stack not in whole]:
         problem = _why_whole(dense, tried, waiting, by_block) if repeatable else (waiting[0], CHANGES)
-        own = None if problem is None else (stacks.index(problem[0]), problem[1])
-        of_ranks = run.processes.all_gather("whether calls can be run again", own)
-        first = next((problem for problem in of_ranks if problem is not None), None)
+        message = None if problem is None else (stacks.index(problem[0]), problem[1])
+        messages = run.processes.all_gather("whether calls can be run again", message)
+        first = next((problem for problem in messages if problem is not None), None)
         if first is None:
             break
         takes_whole_runs(stacks[first[0]], first[1])
@@ -502,10 +507,10 @@ def _learn_ways(dense: DenseRun, tried: Sequence[Tried]) -> None:
     """See to which blocks each call comes, and in which order all calls of all processes come to them."""
     run, blocks = dense.data.run, list(dense.data.run.plan.blocks)
     with dense.again.watching(), forward_context(run):
-        for call in (*dense.calls, *(each.call for each in tried)):
+        for call in (*dense.calls, *(trial.call for trial in tried)):
             dense.again.learn_way(call)
-    own = list(dict.fromkeys(tuple(map(blocks.index, call.way)) for call in dense.calls))
-    ways = [way for of_rank in run.processes.all_gather("the ways of calls", own) for way in of_rank]
+    local_ways = list(dict.fromkeys(tuple(map(blocks.index, call.way)) for call in dense.calls))
+    ways = [way for rank_ways in run.processes.all_gather("the ways of calls", local_ways) for way in rank_ways]
     repeated = {blocks[index] for way in ways for index in way if way.count(index) > 1}
     dense.order = Order([blocks[index] for index in _merged(ways)], repeated)
 
@@ -529,7 +534,7 @@ def _why_whole(
     blocks = [block for block in order if block in home]
     if not blocks:
         return None
-    walk = dense.walk(dense.data, blocks, [each.call for each in tried])
+    walk = dense.walk(dense.data, blocks, [trial.call for trial in tried])
     return rehearse(walk, tried, Watch(dense.again.run))
 
 
@@ -556,14 +561,15 @@ class BlockTask:
 
     def by_input(self) -> list[list[LayerPlan]]:
         """The layers by the input that they share, in call order."""
-        return list(grouped(self.layer_plans, lambda each: self.input_of[each.name]).values())
+        return list(grouped(self.layer_plans, lambda layer_plan: self.input_of[layer_plan.name]).values())
 
     def stages(self, sequential: str) -> list[list[LayerPlan]]:
         """The layers that are solved before the inputs of the next ones are collected."""
         if sequential != "stage":
             return [self.layer_plans] if self.layer_plans else []
         # experts in a list are collected together, for one may need the tokens of the others
-        return list(grouped(self.layer_plans, lambda each: each.layer.mixture or self.input_of[each.name]).values())
+        inputs = self.input_of
+        return list(grouped(self.layer_plans, lambda plan: plan.layer.mixture or inputs[plan.name]).values())
 
 
 def blocks_in_call_order(run: Run, data: CalibrationData | None) -> list[BlockTask]:
@@ -596,8 +602,8 @@ def blocks_in_call_order(run: Run, data: CalibrationData | None) -> list[BlockTa
     for blockwise, starts in groupby(in_order, lambda start: start in stacks):
         group = list(starts)
         if blockwise:  # blocks of stacks that follow each other, in the order in which calls come to them
-            here = [block for block in blocks if home[block] in group]
-            tasks += [task(home[block], block, partial(walk.at, block)) for block in here]
+            in_group = [block for block in blocks if home[block] in group]
+            tasks += [task(home[block], block, partial(walk.at, block)) for block in in_group]
             continue
         for start in group:
             if isinstance(start, Stack):

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from modelopt_sparse.calibration.answers import Unknown, drawing_from
-from modelopt_sparse.calibration.data import Call, digest_of, held_back, load_calls, samples, source_of, units
-from modelopt_sparse.calibration.own_text import calls_from_nothing, monotonous, own_calls, rows_of, why_none_is_written
+from modelopt_sparse.calibration.data import Call, batch_rows, digest_of, held_back, load_calls, source_of, split_steps
+from modelopt_sparse.calibration.own_text import calls_from_nothing, monotonous, own_calls, token_rows, why_no_text
 from modelopt_sparse.model.devices import (
     dense_rows,
     flat_tensors,
@@ -41,7 +41,7 @@ from modelopt_sparse.run import Run, Unreadable
 
 
 INSTEAD = "give batches without padding, or set count_padding=True to let padding into the statistics"
-OWN, DECODER, IMAGES = "attention_mask", "decoder_attention_mask", ("pixel_attention_mask", "pixel_mask")
+OWN, DECODER, IMAGE_MASKS = "attention_mask", "decoder_attention_mask", ("pixel_attention_mask", "pixel_mask")
 PADDING = ("padding_mask", "pad_mask")  # in masks whose names end like these True is padding
 
 
@@ -73,21 +73,21 @@ class PaddingOfCall:
         """A module is called. Where that is the model, or one of transformers, attention_mask has to be one of tokens;
         other modules may be given one for each pair of tokens."""
         named, tensors = _by_name(module, args, kwargs), [x for _, x in parts_within((args, kwargs))]
-        of_tokens = {name: x for name, x in named.items() if name.endswith("mask") and _is_of_tokens(x, tensors)}
+        masks = {name: x for name, x in named.items() if name.endswith("mask") and _is_of_tokens(x, tensors)}
         whole = module is self.model or isinstance(module, PreTrainedModel)
         try:
-            for side, real in token_masks(module, named if whole else of_tokens).items():
+            for side, real in token_masks(module, named if whole else masks).items():
                 self.told[module, side] = None if real.all() else real
         except PaddingError as error:
             self.told.update({(module, side): error for side in ("encoder", "decoder", "image")})
-        for name in () if self.told else of_tokens:
+        for name in () if self.told else masks:
             problem = f"{name!r} of {type(module).__name__} does not say whether True is padding"
             note = f"{problem}: all rows are counted unless other masks say more (call it {OWN} or padding_mask)"
             self.notes += [note] if note not in self.notes else []
 
     def at(self, around: Around) -> Tensor | None:
-        """Which tokens are real at a place: what the innermost module around it has been told. Raises PaddingError."""
-        told = [self.told[place] for place in around if place in self.told]
+        """The mask of real tokens at a place: the innermost module's around it that was told. Raises PaddingError."""
+        told = [self.told[outer] for outer in around if outer in self.told]
         mask = next((mask for mask in told if not isinstance(mask, PaddingError)), told[0] if told else None)
         if isinstance(mask, PaddingError):
             raise mask
@@ -106,7 +106,7 @@ def token_masks(model: nn.Module, named: Mapping[str, Any]) -> dict[Side, Tensor
             masks["decoder"] = _token_mask(named, DECODER)
         elif isinstance(labels, Tensor) and labels.dim() == 2:
             masks["decoder"] = labels != -100
-    for value in (named[name] for name in IMAGES if isinstance(named.get(name), Tensor)):
+    for value in (named[name] for name in IMAGE_MASKS if isinstance(named.get(name), Tensor)):
         masks["image"] = value.flatten(1) != 0  # of pixels: it fits no layer's rows, which is an error
     return masks
 
@@ -127,7 +127,7 @@ def _by_name(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> dict[s
     for name, mask in parts_within(named):
         if name.endswith("mask") and mask is not None and mask is named.get(name, mask):
             masks.setdefault(name, {})[id(mask)] = mask
-    return named | {name: _joined([*each.values()]) for name, each in masks.items()}
+    return named | {name: _joined([*by_id.values()]) for name, by_id in masks.items()}
 
 
 def _joined(masks: list[Any]) -> Any:
@@ -151,15 +151,15 @@ def _is_of_tokens(mask: Any, tensors: Sequence[Any]) -> bool:
 def _token_mask(named: Mapping[str, Any], name: str) -> Tensor:
     mask = named[name]
     if not isinstance(mask, Tensor) or mask.dim() != 2:
-        what = f"has shape {list(mask.shape)}" if isinstance(mask, Tensor) else f"is a {type(mask).__name__}"
-        raise PaddingError(f"{name} {what}: give it as a tensor [batch, sequence], or set count_padding=True")
+        form = f"has shape {list(mask.shape)}" if isinstance(mask, Tensor) else f"is a {type(mask).__name__}"
+        raise PaddingError(f"{name} {form}: give it as a tensor [batch, sequence], or set count_padding=True")
     return mask == 0 if (mask < 0).any() else mask != 0  # numbers below zero are added to scores
 
 
 def _key_padding(model: nn.Module, named: Mapping[str, Any]) -> dict[Side, Tensor]:
     """torch's own convention: ``*padding_mask`` [batch, sequence], True (or a number below zero) = padding. What
     modules of transformers call ``padding_mask`` is as their attention_mask: 1 = a real token."""
-    hf = any(of.__module__.startswith("transformers.") for of in type(model).mro())
+    hf = any(base.__module__.startswith("transformers.") for base in type(model).mro())
     real = {
         name: value != 0 if hf and name == "padding_mask" else ~value if value.dtype == torch.bool else value == 0
         for name, value in named.items()
@@ -169,10 +169,11 @@ def _key_padding(model: nn.Module, named: Mapping[str, Any]) -> dict[Side, Tenso
     if attentions and not any(module.batch_first for module in attentions):
         real = {name: mask.mT for name, mask in real.items()}  # the model's tokens are [sequence, batch]
     memory = [real.pop(name) for name in [*real] if name.startswith("memory")]
-    own = [*real.values()]
-    if any(not torch.equal(own[0], other) for other in own[1:]):
+    queries = [*real.values()]
+    if any(not torch.equal(queries[0], mask) for mask in queries[1:]):
         raise PaddingError(f"{' and '.join(real)} differ, and whose tokens each describes cannot be told: {INSTEAD}")
-    masks: dict[Side, list[Tensor]] = {"decoder": own, "encoder": memory or ([] if takes(model, "memory") else own)}
+    keys = memory or ([] if takes(model, "memory") else queries)
+    masks: dict[Side, list[Tensor]] = {"decoder": queries, "encoder": keys}
     return {side: fitting[0] for side, fitting in masks.items() if fitting}
 
 
@@ -201,8 +202,8 @@ def sides_of(run: Run) -> Mapping[nn.Module, Around]:
 
 
 def _sides(model: nn.Module) -> dict[nn.Module, Side]:
-    """Which modules belong to the encoder of an encoder-decoder model, or to an image encoder in a text model; all
-    others to the decoder."""
+    """The side of each module: the encoder of an encoder-decoder, an image encoder in a text model, or else the
+    decoder."""
     sides: dict[nn.Module, Side] = dict.fromkeys(model.modules(), "decoder")
     for module in model.modules() if takes(model, "input_ids") else ():
         if takes(module, "pixel_values") and not takes(module, "input_ids"):
@@ -219,9 +220,10 @@ See = Callable[[Layer, tuple[Tensor, ...], Tensor | None], None]
 
 
 class PaddingOfInputs:
-    """Which token mask goes with the input of a layer, in the call of the model that runs now. ``masks``: of that call.
+    """Finds the token mask of a layer's input in the call of the model that runs now. ``masks``: those of that call.
 
-    `on_block` has to see what a block is called with, `on_router` what a router puts out.
+    Register `on_block` as a pre-hook of every block (it remembers the encoder's states) and `on_router` as a hook of
+    routers (it remembers the token of each sorted row).
     """
 
     def __init__(self, sides: Mapping[nn.Module, Around]) -> None:
@@ -248,8 +250,8 @@ class PaddingOfInputs:
 
     def _of_one(self, module: nn.Module, layer: Layer, x: Tensor) -> Tensor | None:
         around: Around = self._sides[module]
-        if any(x.data_ptr() == other.data_ptr() and x.shape == other.shape for other in self._from_encoder):
-            around = [(each, "encoder") for each, _ in around]
+        if any(x.data_ptr() == state.data_ptr() and x.shape == state.shape for state in self._from_encoder):
+            around = [(outer, "encoder") for outer, _ in around]
         if (mask := self.masks.at(around)) is None:
             return None
         mask = mask.to(x.device)
@@ -306,7 +308,7 @@ def input_hooks(
         finally:
             inside = False
 
-    routers = {layer.router for of_module in layers.values() for layer in of_module if layer.router is not None}
+    routers = {layer.router for module_layers in layers.values() for layer in module_layers if layer.router is not None}
     with ExitStack() as hooks:
         for block in blocks:
             hooks.enter_context(block.register_forward_pre_hook(padding.on_block, with_kwargs=True))
@@ -318,12 +320,12 @@ def input_hooks(
 
 
 def input_key(layer: Layer, inputs: tuple[Tensor, ...]) -> tuple:
-    """What makes two layers' inputs the same while both are alive: the same objects, with nothing written to them in
-    between, that meet the weights in the same way."""
+    """A key that two layers' inputs have in common while both are alive: the same objects, with nothing written to them
+    in between, that meet the weights in the same way."""
     return (*((id(x), version(x)) for x in inputs), layer.adapter.signature(layer.owner))
 
 
-def watched_outputs(
+def record_outputs(
     run: Callable[[], Any], modules: Sequence[nn.Module], hold: Callable[[Tensor], Tensor] = lambda x: x
 ) -> list[Tensor]:
     """The first output tensor of each of the ``modules`` in what ``run`` runs, each held as soon as it is there."""
@@ -364,7 +366,7 @@ class CalibrationData:
     """The model of a run, and the calls of it that are this process's share of the calibration data.
 
     calls: None for a forward_loop, whose calls are not known before it runs.
-    own: how many calls of all processes, the first ones, hold text that the model has written itself.
+    written: how many calls of all processes, the first ones, hold text that the model has written itself.
     metrics: block -> R, which errors of its output are measured with (accuracy/fisher.py); the plain ones without.
     sha256: of the data of all processes, if it is known before the model runs.
     dense: what running the dense model has shown, if that was asked for before (calibration/dense.py).
@@ -373,7 +375,7 @@ class CalibrationData:
     run: Run
     calls: list[Call] | None
     sha256: str | None = None
-    own: int = 0
+    written: int = 0
     metrics: Mapping[nn.Module, Tensor] = field(default_factory=dict)
     dense: Any = None
 
@@ -389,12 +391,12 @@ class CalibrationData:
             calls = _written(run, lambda: calls_from_nothing(run.model, run.config, run.processes))
         elif calls is None:
             calls = load_calls(run.config, run.model)
-        own, processes = _own(calls, run), run.processes
+        written, processes = _self_written(calls, run), run.processes
         shared, sha256 = run.config.split_data and processes.size > 1, None
         if shared and run.config.tunes:
-            sha256 = digest_of([*own, *calls])
-            calls, own = units(calls, processes.size), units(own, processes.size, -len(own))
-        calls = [*own, *calls]
+            sha256 = digest_of([*written, *calls])
+            calls, written = split_steps(calls, processes.size), split_steps(written, processes.size, -len(written))
+        calls = [*written, *calls]
         if shared:
             sha256 = sha256 or digest_of(calls)
             _check_share(calls, sha256, run)
@@ -404,20 +406,20 @@ class CalibrationData:
                 call if call.step is None else replace(call, step=call.step * processes.size + processes.rank)
                 for call in calls
             ]
-        return cls(run, calls, sha256, len(own))
+        return cls(run, calls, sha256, len(written))
 
     def only(self, numbers: Sequence[int]) -> "CalibrationData":
         """The user's calls with these numbers alone."""
         assert self.calls is not None
         dense = self.dense and self.dense.only(numbers)
-        return replace(self, calls=[self.calls[number] for number in numbers], own=0, dense=dense)
+        return replace(self, calls=[self.calls[number] for number in numbers], written=0, dense=dense)
 
     @cached_property
     def sides(self) -> Mapping[nn.Module, Around]:
         return sides_of(self.run)
 
     def masks_of(self, call: Call) -> PaddingOfCall:
-        """Which tokens of a call are padding, as far as its arguments say so."""
+        """The padding of a call, as far as its arguments tell it."""
         masks = PaddingOfCall(self.run.model, self.run.report.notes)
         if not self.run.config.count_padding:
             masks.tell(self.run.model, call.args, call.kwargs)
@@ -461,7 +463,7 @@ class CalibrationData:
                 call_model(run, calls[number], number)
 
     def output_of(self, number: int) -> tuple[Any, Tensor | None]:
-        """What the model puts out in the call of this number, and which of the call's tokens are padding."""
+        """Run the call of this number -> (the model's output, the mask of its real tokens)."""
         outputs: list[Any] = []
         seen: list[NumberedCall] = []
         with self.run.model.register_forward_hook(lambda module, args, output: outputs.append(output)):
@@ -469,7 +471,7 @@ class CalibrationData:
         return outputs[0], seen[0].masks.at(self.sides[self.run.model])
 
     def counted(self, output: Any, token_mask: Tensor | None = None) -> Output:
-        """What counts of an output of the model; the report says what it is compared by, unless that is KL."""
+        """The part of a model's output that is compared. The report says by what, unless that is KL."""
         counts = Output.of(output, self.run.config.output, self.run.config.divergence, token_mask)
         if counts.by != "kl":
             self.run.report.settings["divergence"] = name_of(counts.by)
@@ -513,41 +515,41 @@ def errors_name_batch(run: Run, call: Call, number: int) -> Iterator[None]:
         raise
     except Exception as error:
         if is_out_of_memory(error):
-            what = f"a batch of {samples(call.args, call.kwargs)}{' windows' * run.config.holds_text}"
+            size = f"a batch of {batch_rows(call.args, call.kwargs)}{' windows' * run.config.holds_text}"
             names = {block: name for name, block in run.plan.named_blocks.items() if name}
             selves = [frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__)]
-            block = next((names[each] for each in selves if isinstance(each, nn.Module) and each in names), None)
+            block = next((names[obj] for obj in selves if isinstance(obj, nn.Module) and obj in names), None)
             where = f"{type(run.model).__name__} outside of its blocks" if block is None else f"block {block!r}"
             advice = "batch_size=1, or spill=True where the checkpoint is streamed"
-            raise MemoryError(f"no memory for {what} in {where}: {advice}") from error
+            raise MemoryError(f"no memory for {size} in {where}: {advice}") from error
         shapes = map_tensors(lambda x: f"{x.dtype} {list(x.shape)}", {**dict(enumerate(call.args)), **call.kwargs})
         batch = f"calibration batch {_step_of(run, call, number) if call.batch is None else call.batch}, {shapes}"
         problem = f"{type(run.model).__name__} cannot take {batch}: {type(error).__name__}: {error}"
         raise ValueError(f"{problem}. Give batches that model(**batch) takes, or a collect_func") from error
 
 
-def _own(calls: list[Call], run: Run) -> list[Call]:
-    """Text that the dense model writes, in batches, and a note of it, or of why there is none, in the report."""
+def _self_written(calls: list[Call], run: Run) -> list[Call]:
+    """Batches of text that the dense model writes, with a note of it, or of why there is none, in the report."""
     if not run.config.self_data:
         return []
-    if run.config.self_data == "auto" and (why := why_none_is_written(calls, run)):
+    if run.config.self_data == "auto" and (why := why_no_text(calls, run)):
         run.report.notes.append(f"{NONE_WRITTEN}: {why}")
         return []
     return _written(run, lambda: own_calls(run.model, calls, held_back(calls), run.config, run.processes))
 
 
 def _written(run: Run, write: Callable[[], list[Call]]) -> list[Call]:
-    """Text that ``write`` lets the model write, with a note of it in the report."""
+    """Run ``write``, which lets the model write text, and note in the report how much it wrote."""
     began = time.perf_counter()
     with forward_context(run):
-        own = write()
+        calls = write()
     seconds = time.perf_counter() - began
-    windows = sum(len(batch.kwargs["input_ids"]) for batch in own)
+    windows = sum(len(batch.kwargs["input_ids"]) for batch in calls)
     run.report.notes.append(f"the dense model wrote {windows} windows of text itself, in {seconds:.0f} s")
-    if problem := monotonous(rows_of(own)):
+    if problem := monotonous(token_rows(calls)):
         warnings.warn(problem, stacklevel=2)
         run.report.notes.append(problem)
-    return own
+    return calls
 
 
 def _check_share(calls: list[Call], sha256: str, run: Run) -> None:
@@ -565,7 +567,7 @@ def _check_share(calls: list[Call], sha256: str, run: Run) -> None:
 
 @contextmanager
 def forward_context(run: Run) -> Iterator[None]:
-    """What forwards run in: every module called, and the precision that the user asked for, on every device that the
+    """Context for forwards: every module is called, in the precision that the user asked for, on every device that the
     model or a part of it runs on. No solver runs in it."""
     config, mha = run.config, torch.backends.mha
     with ExitStack() as contexts:

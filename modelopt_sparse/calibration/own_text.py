@@ -68,11 +68,11 @@ def write_windows(
         return _continued(model, [x for x, _ in draws], torch.stack([x for _, x in draws]), prompts.ends)
 
     batches = processes.dealt_out("text that the model writes", batch, range(0, count, BATCH))
-    return [text for of_batch in batches for text in of_batch]
+    return [text for texts in batches for text in texts]
 
 
 def draw(prompts: Prompts, seed: int, number: int, length: int) -> tuple[Tensor, Tensor]:
-    """All that is random in one text -> what it begins with, and for each token a number in [0, 1)."""
+    """Draw what is random in text ``number``: (the tokens that it begins with, for each token a number in [0, 1))."""
     random = torch.Generator().manual_seed((seed * 1_000_003 + number) % 2**63)
     row_place, begin_place = torch.rand(2, generator=random, dtype=torch.float64).tolist()
     uniforms = torch.rand(length, generator=random, dtype=torch.float64)
@@ -98,16 +98,16 @@ def _continued(model: nn.Module, prompts: Sequence[Tensor], uniforms: Tensor, en
     ids, uniforms = ids.to(device), uniforms.to(device)
     name = cache_name(model)
     read, cache = 0, {} if name is None else {name: None, "use_cache": True}
-    for place in range(int(begun.min()), ids.shape[1]):
-        output = model(input_ids=ids[:, read:place], **cache)
+    for position in range(int(begun.min()), ids.shape[1]):
+        output = model(input_ids=ids[:, read:position], **cache)
         if name is not None:
             if read == 0:
                 _make_room(getattr(output, name), ids.shape[1])
-            read, cache[name] = place, getattr(output, name)
-        going_on = (begun <= place) & (place < sizes)
-        ids[:, place] = torch.where(going_on, drawn(output.logits[:, -1], uniforms[:, place]), ids[:, place])
-        sizes = torch.where(going_on & torch.isin(ids[:, place], last), place + 1, sizes)
-        if (sizes <= place + 1).all():
+            read, cache[name] = position, getattr(output, name)
+        going_on = (begun <= position) & (position < sizes)
+        ids[:, position] = torch.where(going_on, drawn(output.logits[:, -1], uniforms[:, position]), ids[:, position])
+        sizes = torch.where(going_on & torch.isin(ids[:, position], last), position + 1, sizes)
+        if (sizes <= position + 1).all():
             break
     return [row[:size] for row, size in zip(ids.cpu(), sizes.tolist())]
 
@@ -132,9 +132,9 @@ class _Roomy(DynamicLayer):
 
 def _make_room(cache: Any, length: int) -> None:
     """In the layers of a cache that would copy all that they hold for each token; others stay as they are."""
-    for place, layer in enumerate(getattr(cache, "layers", ())):
+    for index, layer in enumerate(getattr(cache, "layers", ())):
         if type(layer) is DynamicLayer and layer.keys is not None and layer.values is not None:
-            cache.layers[place] = _Roomy(layer.keys, layer.values, length)
+            cache.layers[index] = _Roomy(layer.keys, layer.values, length)
 
 
 def _in_batches(texts: list[Tensor], size: int) -> list[Call]:
@@ -150,7 +150,7 @@ def _in_batches(texts: list[Tensor], size: int) -> list[Call]:
 
 
 def monotonous(texts: Sequence[Tensor]) -> str | None:
-    """What to say if the second half of most texts is one token alone."""
+    """The warning to give if the second half of most texts is one token alone; else None."""
     halves = [text[len(text) // 2 :] for text in texts]
     same = sum(len(half) > 1 and bool((half == half[0]).all()) for half in halves)
     if same * 2 <= len(texts):
@@ -210,7 +210,7 @@ def own_calls(
     the same text: batch b is written by process b mod n, and sent to all.
     """
     refuse_to_write(model, f"self_data={config.self_data}")
-    windows = OWN_WINDOWS * len(rows_of(calls)) if config.self_data == "auto" else int(config.self_data)
+    windows = OWN_WINDOWS * len(token_rows(calls)) if config.self_data == "auto" else int(config.self_data)
     prompts, length = _prompts(calls, held_back, config, model)
     written = write_windows(model, prompts, windows, length, config.seed, processes)
     size = max(len(ids) for ids in map(_tokens_of, calls) if ids is not None)
@@ -218,18 +218,18 @@ def own_calls(
 
 
 def _prompts(calls: Sequence[Call], held_back: int, config: SparsifyConfig, model: nn.Module) -> tuple[Prompts, int]:
-    """What texts begin with, and how many tokens they may have: the user's chats up to the model's turn, or else cuts
-    of the user's tokens; not of what the last ``held_back`` calls judge by."""
-    rows = rows_of(calls)
+    """Choose what texts begin with, and the most tokens they may have: the user's chats up to the model's turn, or else
+    cuts of the user's tokens; not of what the last ``held_back`` calls judge by."""
+    rows = token_rows(calls)
     length = max(map(len, rows))
-    judges = len(rows_of(calls[len(calls) - held_back :])) if held_back else 0
+    judges = len(token_rows(calls[len(calls) - held_back :])) if held_back else 0
     if config.holds_text and not config.writes_its_data and (turns := chat_prompts(config, model, len(rows), judges)):
         short = [turn for turn in turns if len(turn) <= length * 3 // 4]
         if not short:
             raise ValueError(f"no chat leaves a quarter of {length} tokens to own text: give a larger seq_len")
         # the tokens that end an answer: those of the model, and the tokenizer's end of text
-        of_model = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-        ends = {*(of_model if isinstance(of_model, list) else [of_model]), config.tokenizer.eos_token_id} - {None}
+        eos = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+        ends = {*(eos if isinstance(eos, list) else [eos]), config.tokenizer.eos_token_id} - {None}
         return Prompts(short, None, tuple(ends)), length
     first = len(rows) if config.writes_its_data else 0  # those before have been written
     return Prompts.cuts(rows[: len(rows) - judges] or rows, length, first), length
@@ -259,7 +259,7 @@ def begin_of_text(model: nn.Module) -> Tensor:
     raise ValueError(f"data={SELF!r}: no token is known to begin with: set model.generation_config.bos_token_id")
 
 
-def why_none_is_written(calls: Sequence[Call], run: Run) -> str | None:
+def why_no_text(calls: Sequence[Call], run: Run) -> str | None:
     """Why ``self_data="auto"`` asks for no text of the model's own; None if it asks for some."""
     if not writes_text(run.model):
         return f"a {type(run.model).__name__} is no causal language model"
@@ -272,20 +272,20 @@ def why_none_is_written(calls: Sequence[Call], run: Run) -> str | None:
     return None
 
 
-def refuse_to_write(model: nn.Module, what: str) -> None:
+def refuse_to_write(model: nn.Module, request: str) -> None:
     """Raise ValueError for a model that is no causal language model of transformers; ``what`` asked for text."""
     if not writes_text(model):
-        raise ValueError(f"{what}: a {type(model).__name__} is no causal language model: give more calibration data")
+        raise ValueError(f"{request}: a {type(model).__name__} is no causal language model: give more calibration data")
 
 
-def rows_of(calls: Sequence[Call]) -> list[Tensor]:
+def token_rows(calls: Sequence[Call]) -> list[Tensor]:
     """The user's token rows, padding left out. Raises ValueError if a batch holds no token ids."""
     rows = []
     for call in calls:
         ids, mask = _tokens_of(call), call.kwargs.get("attention_mask")
         if ids is None:
             raise ValueError("own text begins with input_ids [windows, tokens], a batch has none: give token batches")
-        rows += list(ids) if mask is None else [row[own.bool()] for row, own in zip(ids, mask)]
+        rows += list(ids) if mask is None else [row[row_mask.bool()] for row, row_mask in zip(ids, mask)]
     return rows
 
 

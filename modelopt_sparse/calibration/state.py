@@ -40,18 +40,18 @@ class ModelState:
     configs, buffers (not what these hold), and torch's flags for the process."""
 
     def __init__(self, modules: Sequence[nn.Module], objects: Sequence[Any]) -> None:
-        self._attributes = [(own, dict(own), _contents(own)) for own in map(vars, (*modules, *objects))]
+        self._attributes = [(attrs, dict(attrs), _contents(attrs)) for attrs in map(vars, (*modules, *objects))]
         self._buffers = [(module._buffers, dict(module._buffers)) for module in modules]
         self._flags = [get() for get, _ in FLAGS]
 
     def put_back(self) -> None:
-        for own, before, contents in self._attributes:
-            same = len(own) == len(before) and all(map(is_, own.values(), before.values()))
-            for key in () if same else (own.keys() | before.keys()) - OF_A_MODULE:
+        for attributes, before, contents in self._attributes:
+            same = len(attributes) == len(before) and all(map(is_, attributes.values(), before.values()))
+            for key in () if same else (attributes.keys() | before.keys()) - OF_A_MODULE:
                 if key in before:
-                    own[key] = before[key]
+                    attributes[key] = before[key]
                 else:
-                    del own[key]
+                    del attributes[key]
             for value, was in contents:
                 value.clear()
                 (value.extend if isinstance(value, list) else value.update)(was)
@@ -64,20 +64,20 @@ class ModelState:
 
 def objects_of(modules: Sequence[nn.Module]) -> list[Any]:
     """Attributes of modules that have attributes themselves, each once: no modules, tensors, classes and functions."""
-    values = {id(value): value for own in map(vars, modules) for key, value in own.items() if key not in OF_A_MODULE}
+    attrs = [(key, value) for module in modules for key, value in vars(module).items()]
+    values = {id(value): value for key, value in attrs if key not in OF_A_MODULE}
     others = (nn.Module, Tensor, type, FunctionType, MethodType, partial, ModuleType)
     return [x for x in values.values() if isinstance(getattr(x, "__dict__", None), dict) and not isinstance(x, others)]
 
 
-def _contents(own: Mapping[str, Any]) -> list[tuple[Any, Any]]:
+def _contents(attributes: Mapping[str, Any]) -> list[tuple[Any, Any]]:
     """Lists, sets and dicts among a module's attributes, each with a copy."""
-    containers = [(key, value) for key, value in own.items() if type(value) in (list, set, dict)]
+    containers = [(key, value) for key, value in attributes.items() if type(value) in (list, set, dict)]
     return [(value, copy.copy(value)) for key, value in containers if key not in OF_A_MODULE]
 
 
-def own_arguments(call: Call) -> tuple[Call, Callable[[], None]]:
-    """The call with the same tensors, and with copies of whatever else it could write to, such as caches; and what
-    undoes writes to the tensors."""
+def with_copied_arguments(call: Call) -> tuple[Call, Callable[[], None]]:
+    """Copy a call with all arguments but tensors and modules -> (the copy, what undoes writes to its tensors)."""
     tensors = flat_tensors((call.args, call.kwargs))
     before = [(x, version(x), x.detach().clone()) for x in tensors]
     held = [x for x in leaves_of((call.args, call.kwargs)) if isinstance(x, (Tensor, nn.Module))]

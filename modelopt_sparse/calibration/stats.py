@@ -112,23 +112,23 @@ def _add_half_precision(total: Tensor, left: Tensor, right: Tensor) -> None:
 FEWER = "fewer than its inputs"
 
 
-def says_nothing(square_sums: Tensor) -> Tensor:
-    """Square sums ``[..., C]`` -> bool ``[...]``: all zero, or so small that the least numbers which their dtype has
-    are no longer far below the rounding errors of the largest of them."""
+def is_underflowed(square_sums: Tensor) -> Tensor:
+    """Square sums ``[..., C]`` -> bool ``[...]``: True where all are zero or underflowed, that is, the largest is below
+    tiny / eps of their dtype, so that rounding noise is as large as the values."""
     info = torch.finfo(square_sums.dtype)
     return square_sums.amax(-1) < info.tiny / info.eps
 
 
-def without_data(name: str, now: str = "") -> str:
-    """What to say of a layer that no token has reached. ``now`` says when that was."""
-    return f"layer {name!r} saw no calibration data{now}: give more varied data, or exclude it"
+def no_data_message(name: str, moment: str = "") -> str:
+    """Message for a layer that no token has reached. ``moment`` says when that was."""
+    return f"layer {name!r} saw no calibration data{moment}: give more varied data, or exclude it"
 
 
 BY_SIZE = "its weights are chosen by size alone"
 
 
-def by_size(layer_plan: LayerPlan, report: Report) -> LayerPlan:
-    """The plan of a layer whose inputs say nothing. The report notes each, and the first of a run is warned of."""
+def as_magnitude_layer(layer_plan: LayerPlan, report: Report) -> LayerPlan:
+    """Plan a layer whose inputs are all zero for magnitude pruning. Each gets a note, the first a warning."""
     text = f"layer {layer_plan.name!r} saw nothing but zeros on the calibration data: {BY_SIZE}"
     if not any(BY_SIZE in note for note in report.notes):
         warnings.warn(f"{text} (said once, of the first such layer)", stacklevel=2)
@@ -191,13 +191,13 @@ class RunningSum:
     def add_route(self, route: Route) -> None:
         assert self.sums is not None
         assert self.counts is not None
-        rows, own = route.rows.detach().to(self.sums.dtype), self.sums[route.expert]
+        rows, expert_sums = route.rows.detach().to(self.sums.dtype), self.sums[route.expert]
         self.tokens += len(rows)
         self.counts[route.expert] += len(rows)
         if self.gram:
-            own.addmm_(rows.mT, rows)
+            expert_sums.addmm_(rows.mT, rows)
         else:
-            own += rows.square().sum(0)
+            expert_sums += rows.square().sum(0)
         if self.routes is not None:
             self.routes.append(route)
 
@@ -220,79 +220,79 @@ def _of_sums(tokens: int, sums: Tensor, *, gram: bool, counts: Tensor | None = N
 # What is done about experts that got too few rows.
 
 
-def without_silent_experts(stats: "Stats | DeferredStats") -> "Stats | DeferredStats":
-    """Statistics of experts in which those whose rows say nothing count as experts that got none."""
+def drop_underflowed_experts(stats: "Stats | DeferredStats") -> "Stats | DeferredStats":
+    """Set the row counts of experts whose sums are zero or underflowed to 0, as if no row had reached them."""
     if stats.counts is None:
         return stats
-    counts = stats.counts.masked_fill(says_nothing(stats.square_sums).cpu(), 0)
+    counts = stats.counts.masked_fill(is_underflowed(stats.square_sums).cpu(), 0)
     if isinstance(stats, DeferredStats):
         return replace(stats, counts=counts)
     return replace(stats, tokens=int(counts.sum()), counts=counts)
 
 
-def few(stats: "Stats | DeferredStats", minimum: int) -> list[int]:
+def experts_below(stats: "Stats | DeferredStats", minimum: int) -> list[int]:
     """The experts that got fewer than ``minimum`` rows."""
     return [] if stats.counts is None else (stats.counts < minimum).nonzero().flatten().tolist()
 
 
-def pooled(stats: Stats) -> Stats:
-    """The sums over all experts."""
+def sum_over_experts(stats: Stats) -> Stats:
+    """The statistics of all experts' rows together."""
     return Stats(stats.tokens, stats.square_sums.sum(0), None if stats.gram is None else stats.gram.sum(0))
 
 
 def part_of(stats: "Stats | DeferredStats", experts: range) -> Stats:
-    """The sums of some experts, which follow each other; as views, if they are there."""
+    """Statistics of consecutive ``experts``: views of the sums, or formed from rows that are held."""
     if isinstance(stats, DeferredStats):
         return stats.part(experts)
     assert stats.counts is not None
-    own = slice(experts.start, experts.stop)
-    gram = None if stats.gram is None else stats.gram[own]
-    return Stats(int(stats.counts[own].sum()), stats.square_sums[own], gram, stats.counts[own])
+    indices = slice(experts.start, experts.stop)
+    gram = None if stats.gram is None else stats.gram[indices]
+    return Stats(int(stats.counts[indices].sum()), stats.square_sums[indices], gram, stats.counts[indices])
 
 
-def filled(stats: Stats, minimum: int, how: str, pool: Stats, everyone: Stats | None) -> Stats:
-    """Statistics of experts in which those with fewer than ``minimum`` rows have what ``how`` says; counts stay true.
+def pad_experts(stats: Stats, minimum: int, fallback: str, pool: Stats, everyone: Stats | None) -> Stats:
+    """Top up the sums of experts that got fewer than ``minimum`` rows, in place, as ``fallback`` says; counts stay
+    true.
 
     "pool": the rows that are missing are average rows of ``pool``, which are those of all experts. "all_tokens": they
     are replaced by the rows of ``everyone``. "weight_only": by ``minimum`` rows of white noise as large as the average.
-    The sums of ``stats`` are written to.
     """
-    for expert in few(stats, minimum):
+    for expert in experts_below(stats, minimum):
         alone = range(expert, expert + 1)
-        fill(part_of(stats, alone), minimum, how, pool, everyone and part_of(everyone, alone))
+        pad_expert(part_of(stats, alone), minimum, fallback, pool, everyone and part_of(everyone, alone))
     return stats
 
 
-def fill(own: Stats, minimum: int, how: str, pool: Stats, everyone: Stats | None) -> None:
-    """The same for one matrix with fewer than ``minimum`` rows."""
-    if how == "weight_only":
-        level = minimum / pool.tokens * pool.square_sums.mean()
-        own.square_sums.copy_(level)
-        if own.gram is not None:
-            own.gram.zero_().diagonal(dim1=-2, dim2=-1).copy_(level)
+def pad_expert(stats: Stats, minimum: int, fallback: str, pool: Stats, everyone: Stats | None) -> None:
+    """Top up the sums of one matrix, or one expert's, to ``minimum`` rows, in place: see `pad_experts`."""
+    if fallback == "weight_only":
+        variance = minimum / pool.tokens * pool.square_sums.mean()
+        stats.square_sums.copy_(variance)
+        if stats.gram is not None:
+            stats.gram.zero_().diagonal(dim1=-2, dim2=-1).copy_(variance)
         return
-    share = (minimum - own.tokens) / pool.tokens
-    source = pool if how == "pool" else everyone
+    scale = (minimum - stats.tokens) / pool.tokens
+    source = pool if fallback == "pool" else everyone
     assert source is not None
-    for sums, of_source in ((own.square_sums, source.square_sums), (own.gram, source.gram)):
-        if sums is not None and of_source is not None:
-            sums.copy_(sums + share * of_source if how == "pool" else of_source)
+    for sums, source_sums in ((stats.square_sums, source.square_sums), (stats.gram, source.gram)):
+        if sums is not None and source_sums is not None:
+            sums.copy_(sums + scale * source_sums if fallback == "pool" else source_sums)
 
 
 @dataclass(frozen=True)
 class DeferredStats:
-    """What `Stats` is for all experts at once, for a few at a time: `part` forms theirs, from rows that are held.
+    """Statistics of fused experts whose Gram matrices are formed for a few at a time (`part`), from rows that are held.
 
-    counts, square_sums: of the rows that were routed, in all processes, before experts with few of them are filled.
+    counts, square_sums: of the rows that were routed, in all processes, before experts with few of them are topped up.
     routes: the rows that this process has: those of its own calls, or see `sent_to`.
-    minimum, how, pool, everyone: experts with fewer than ``minimum`` rows are filled as ``how`` says, see `filled`.
+    minimum, fallback, pool, everyone: experts with fewer than ``minimum`` rows are topped up as `pad_experts` does.
     """
 
     counts: Tensor
     square_sums: Tensor
     routes: list[Route]
     minimum: int = 0
-    how: str = "pool"
+    fallback: str = "pool"
     pool: Stats | None = None
     everyone: "DeferredStats | None" = None
 
@@ -306,33 +306,33 @@ class DeferredStats:
         return Stats(self.tokens, self.square_sums.clone(), counts=self.counts)
 
     def filled_square_sums(self) -> Tensor:
-        """Those of all experts, ``[E, C]``, as `part` has them."""
-        own = self.routed_square_sums()
+        """The square sums of all experts, ``[E, C]``, topped up as in `part`."""
+        routed = self.routed_square_sums()
         everyone = None if self.everyone is None else self.everyone.routed_square_sums()
-        return filled(own, self.minimum, self.how, pooled(own), everyone).square_sums
+        return pad_experts(routed, self.minimum, self.fallback, sum_over_experts(routed), everyone).square_sums
 
     def part(self, experts: range) -> Stats:
         """The statistics of these experts, with Gram matrices ``[len(experts), C, C]``."""
         stats = self._formed(experts)
-        if not few(stats, self.minimum):
+        if not experts_below(stats, self.minimum):
             return stats
         assert self.pool is not None
         everyone = None if self.everyone is None else self.everyone._formed(experts)
-        return filled(stats, self.minimum, self.how, self.pool, everyone)
+        return pad_experts(stats, self.minimum, self.fallback, self.pool, everyone)
 
     def sent_to(self, owner: int, experts: range, processes: Processes) -> "DeferredStats":
-        """All processes call this. -> in the ``owner`` what forms these experts: the rows that all processes had."""
+        """Send the rows of ``experts`` from all processes to rank ``owner``, whose statistics hold them. Collective."""
         if processes.size == 1:
             return self
-        what, rank = f"the tokens of experts {experts.start} to {experts.stop - 1}", processes.rank
+        exchange, rank = f"the tokens of experts {experts.start} to {experts.stop - 1}", processes.rank
         nothing = self.square_sums.new_empty(0)
         held = [route for route in self.routes if route.expert in experts]
-        own = torch.cat([route.rows.detach() for route in held]) if held else nothing
+        local_rows = torch.cat([route.rows.detach() for route in held]) if held else nothing
         sizes = [(route.expert, len(route.rows)) for route in held]
-        heads = processes.all_gather(what, (sizes, own.to("meta")))
+        heads = processes.all_gather(exchange, (sizes, local_rows.to("meta")))
         tensors = [torch.empty_like(like, device=nothing.device) if rank == owner else nothing for _, like in heads]
-        tensors[rank] = own
-        processes.broadcast(what, tensors, range(processes.size), receivers=[owner] * processes.size)
+        tensors[rank] = local_rows
+        processes.broadcast(exchange, tensors, range(processes.size), receivers=[owner] * processes.size)
         everyone = self.everyone and self.everyone.sent_to(owner, experts, processes)
         if rank != owner:
             return self
@@ -401,31 +401,31 @@ class InputFacts:
 class Sharing:
     """Which layers get the same input in every call of the model: the first to see it leads the others.
 
-    changed: layers shared an input in one call and not in another. wanted: False lets every layer lead itself.
+    inconsistent: layers shared an input in one call and not in another. enabled: False lets every layer lead itself.
     """
 
-    def __init__(self, *, wanted: bool) -> None:
-        self.changed, self._wanted = False, wanted
+    def __init__(self, *, enabled: bool) -> None:
+        self.inconsistent, self._enabled = False, enabled
         self._leader_of: dict[str, str] = {}
         # the inputs in this call, held so that no id is reused, and the layers that got them
         self._call: dict[tuple, tuple[tuple[Tensor, ...], list[str]]] = {}
 
-    def leads(self, layer: Layer, inputs: tuple[Tensor, ...]) -> bool:
+    def is_first(self, layer: Layer, inputs: tuple[Tensor, ...]) -> bool:
         """Whether the layer leads those that see these inputs, which it is called with now."""
         _, names = self._call.setdefault(input_key(layer, inputs), (inputs, []))
         names.append(layer.name)
-        leader = names[0] if self._wanted else layer.name
-        self.changed |= self._leader_of.setdefault(layer.name, leader) != leader
+        leader = names[0] if self._enabled else layer.name
+        self.inconsistent |= self._leader_of.setdefault(layer.name, leader) != leader
         return leader == layer.name
 
     def end_call(self) -> None:
         """The model's call is over: followers must have seen what their leader saw, and tensors may be freed."""
         for _, names in self._call.values():
             counts = Counter(names)
-            self.changed |= any(counts[name] != counts[leader] for name, leader in self._leader_of.items())
+            self.inconsistent |= any(counts[name] != counts[leader] for name, leader in self._leader_of.items())
         self._call = {}
 
-    def members(self) -> dict[str, list[str]]:
+    def groups(self) -> dict[str, list[str]]:
         """Leader -> the layers that it leads, itself among them."""
         return grouped(self._leader_of, self._leader_of.__getitem__)
 
@@ -434,16 +434,16 @@ class Collector:
     """Sums up `Stats` for layers; those that get the same input in every call share one.
 
     needs: layer name -> what its method needs; ROWS for experts whose Gram matrices are formed later, from their rows.
-    share: False lets every layer sum for itself; else sums are wrong where ``sharing.changed``.
+    share: False lets every layer sum for itself; else sums are wrong where ``sharing.inconsistent``.
     all_tokens: experts that are to see all tokens, in the place of those that are routed to them, and alone.
     """
 
     def __init__(self, *, needs: Mapping[str, str], share: bool, all_tokens: Sequence[int] = ()) -> None:
-        self.needs, self.sharing, self._all_tokens = needs, Sharing(wanted=share), all_tokens
+        self.needs, self.sharing, self._all_tokens = needs, Sharing(enabled=share), all_tokens
         self._sums: dict[str, RunningSum] = {}
 
     def see(self, layer: Layer, inputs: tuple[Tensor, ...], token_mask: Tensor | None) -> None:
-        if not self.sharing.leads(layer, inputs):
+        if not self.sharing.is_first(layer, inputs):
             return
         name, adapter = layer.name, layer.adapter
         if not isinstance(adapter, RoutedAdapter):
@@ -468,8 +468,8 @@ class Collector:
 
     def take(self) -> Groups:
         """The statistics of all calls."""
-        members = self.sharing.members().items()
-        return [(names, self._sums.pop(leader).stats()) for leader, names in members if leader in self._sums]
+        shared = self.sharing.groups().items()
+        return [(names, self._sums.pop(leader).stats()) for leader, names in shared if leader in self._sums]
 
 
 # several processes ----------------------------------------------------------------------------------------------------
@@ -479,15 +479,15 @@ EXCHANGE = "statistics"
 Names = tuple[str, ...]
 
 
-def shared_sums(own: Mapping[Any, Tensor], processes: Processes, device: torch.device) -> dict[Any, Tensor]:
-    """Sums over all processes, in all of them, by key; a process may lack some. They have the same shape, or one has
-    fewer axes. ``device``: of what this process lacks."""
+def shared_sums(local: Mapping[Any, Tensor], processes: Processes, device: torch.device) -> dict[Any, Tensor]:
+    """All-reduce sums by key; a process may lack some. Those of one key have the same shape, or one has fewer axes.
+    ``device``: of zeros for the sums that this process lacks."""
     shapes: dict[Any, Tensor] = {}  # on "meta"
-    for of_rank in processes.all_gather(EXCHANGE, {key: x.to("meta") for key, x in own.items()}):
-        for key, like in of_rank.items():
+    for rank_shapes in processes.all_gather(EXCHANGE, {key: x.to("meta") for key, x in local.items()}):
+        for key, like in rank_shapes.items():
             shapes[key] = shapes[key] + like if key in shapes else like
-    nothing = torch.zeros((), device=next((x.device for x in own.values()), device))
-    sums = {key: own.get(key, nothing).to(like.dtype).expand(like.shape).contiguous() for key, like in shapes.items()}
+    nothing = torch.zeros((), device=next((x.device for x in local.values()), device))
+    sums = {key: local.get(key, nothing).to(like.dtype).expand(like.shape).contiguous() for key, like in shapes.items()}
     processes.all_reduce(EXCHANGE, list(sums.values()))
     return sums
 
@@ -497,28 +497,28 @@ def groups_of(collector: Collector, run: Run) -> Groups | None:
     all of them, if layers have shared an input in one call but not in another: all calls have to be run once more, by
     layers that share no input."""
     collector.end_call()
-    groups, changed = collector.take(), collector.sharing.changed
+    groups, changed = collector.take(), collector.sharing.inconsistent
     if run.processes.size > 1:
         groups, changed = _added_up(groups, changed, collector.needs, run)
     return None if changed else groups
 
 
 def _added_up(groups: Groups, changed: bool, needs: Mapping[str, str], run: Run) -> tuple[Groups, bool]:
-    """(the sums of all processes, whether layers of one process or several have shared an input in some calls only)."""
-    own, merged = {tuple(names): stats for names, stats in groups}, dict[Names, Stats]()
+    """Add up the groups of all processes -> (groups, whether layers share an input only in some calls or processes)."""
+    local, merged = {tuple(names): stats for names, stats in groups}, dict[Names, Stats]()
     device = run.config.device or torch.device("cpu")
-    totals = shared_sums({names: _sums(stats) for names, stats in own.items()}, run.processes, device)
-    without = {names: _without_sums(stats) for names, stats in own.items()}
-    for of_rank, changed_there in run.processes.all_gather(EXCHANGE, (without, changed)):
-        changed |= changed_there
-        for names, stats in of_rank.items():
+    totals = shared_sums({names: _sums(stats) for names, stats in local.items()}, run.processes, device)
+    without = {names: _without_sums(stats) for names, stats in local.items()}
+    for rank_stats, rank_changed in run.processes.all_gather(EXCHANGE, (without, changed)):
+        changed |= rank_changed
+        for names, stats in rank_stats.items():
             merged[names] = merged[names] + stats if names in merged else stats
     every = [name for names in merged for name in names]
     added: Groups = []
     for names, stats in merged.items():
         sums, gram = totals[names].to(_sums(stats).dtype), stats.gram is not None
         if stats.counts is not None and needs[names[0]] == ROWS:
-            held = own.get(names)
+            held = local.get(names)
             routes = held.routes if isinstance(held, DeferredStats) else []
             added.append(([*names], DeferredStats(stats.counts, sums, routes)))
         else:
@@ -527,12 +527,12 @@ def _added_up(groups: Groups, changed: bool, needs: Mapping[str, str], run: Run)
 
 
 def _sums(stats: Stats | DeferredStats) -> Tensor:
-    """What of the statistics is summed up, and gives the rest."""
+    """The tensor that is all-reduced: the Gram matrix, whose diagonal has the square sums, or else the square sums."""
     return stats.square_sums if stats.gram is None else stats.gram
 
 
 def _without_sums(stats: Stats | DeferredStats) -> Stats:
-    """What the other processes have to know of statistics beside their sums: shapes in the place of these."""
+    """Statistics with tensors on meta in place of the sums, for `all_gather`."""
     gram = None if stats.gram is None else stats.gram.to("meta")
     return Stats(stats.tokens, stats.square_sums.to("meta"), gram, stats.counts)
 
@@ -544,7 +544,7 @@ POOL = "the tokens of all experts"
 
 
 def pool_of(stats: DeferredStats, run: Run) -> Stats:
-    """The sums over all experts, in all processes."""
+    """Sum the rows of all experts in all processes."""
     columns, gram = stats.square_sums.shape[-1], None
     if run.config.experts == "pool":  # the others need no Gram matrix of it
         total = stats.square_sums.new_zeros(columns, columns)
@@ -577,21 +577,21 @@ def collect(layer_plans: Sequence[LayerPlan], inputs: Inputs, run: Run, *, one_p
         if not torch.isfinite(stats.square_sums).all():
             why = "its input holds NaN or inf, now that the layers before it are sparse"
             raise ValueError(f"layer {names[0]!r}: {why}: run the model in bfloat16 or float32")
-    groups = [(names, stats) for names, stats in groups if not says_nothing(stats.square_sums).all()]
+    groups = [(names, stats) for names, stats in groups if not is_underflowed(stats.square_sums).all()]
     groups = _with_listed_experts(layer_plans, groups, run)
     seen = {name for names, _ in groups for name in names}
     unseen = [layer_plan for layer_plan in layer_plans if layer_plan.name not in seen]
-    for place, layer_plan in enumerate(unseen):
+    for index, layer_plan in enumerate(unseen):
         if layer_plan.needs != "nothing":
             if layer_plan.name not in reached:
-                raise ValueError(without_data(layer_plan.name, ", now that the layers before it are sparse"))
-            unseen[place] = by_size(layer_plan, run.report)
+                raise ValueError(no_data_message(layer_plan.name, ", now that the layers before it are sparse"))
+            unseen[index] = as_magnitude_layer(layer_plan, run.report)
     shared = []
     for names, stats in groups:
-        own = [layer_plan for layer_plan in layer_plans if layer_plan.name in names]
-        shared.append(SharedInput(own, stats))
-        if any(layer_plan.needs != "nothing" for layer_plan in own):
-            warn_of_few_tokens(own[0].name, stats, run.report)
+        members = [layer_plan for layer_plan in layer_plans if layer_plan.name in names]
+        shared.append(SharedInput(members, stats))
+        if any(layer_plan.needs != "nothing" for layer_plan in members):
+            warn_of_few_tokens(members[0].name, stats, run.report)
     return [*shared, *(SharedInput([layer_plan], None) for layer_plan in unseen)]
 
 
@@ -603,7 +603,7 @@ def sum_up(
     *,
     go_on: bool = False,
 ) -> Groups:
-    """What the ``collector`` sums up over all calls of all processes.
+    """Let the ``collector`` sum up over all calls of all processes.
 
     If layers share an input in some calls only, each sums for itself in another pass; raises ValueError if the calls
     ``go_on``, so that there is none.
@@ -611,15 +611,15 @@ def sum_up(
     inputs.collect(layer_plans, collector.see, collector.end_call, go_on=go_on)
     groups = groups_of(collector, run)
     if groups is None and go_on:
-        what = f"layer {layer_plans[0].name!r} and others of its block share an input on some batches alone"
-        raise ValueError(f"{what}, which sequential='none' cannot sum up: give sequential='block'")
+        problem = f"layer {layer_plans[0].name!r} and others of its block share an input on some batches alone"
+        raise ValueError(f"{problem}, which sequential='none' cannot sum up: give sequential='block'")
     if groups is None:
         apart = Collector(needs=collector.needs, share=False)
         inputs.collect(layer_plans, apart.see, apart.end_call, go_on=False)
         groups = groups_of(apart, run)
         assert groups is not None, "layers that share no input"
-    place = {layer_plan.name: number for number, layer_plan in enumerate(layer_plans)}
-    return sorted(groups, key=lambda group: place[group[0][0]])
+    position = {layer_plan.name: number for number, layer_plan in enumerate(layer_plans)}
+    return sorted(groups, key=lambda group: position[group[0][0]])
 
 
 def _collector(layer_plans: Sequence[LayerPlan], *, share: bool, all_tokens: Sequence[int] = ()) -> Collector:
@@ -634,28 +634,28 @@ def _with_few_tokens(
     layer_plans: Sequence[LayerPlan], inputs: Inputs, names: list[str], stats: Stats | DeferredStats, run: Run
 ) -> Stats | DeferredStats:
     """Statistics in which experts with few tokens have what the options say; "all_tokens" takes one more pass."""
-    config, stats = run.config, without_silent_experts(stats)
-    if not stats.tokens or not (experts := few(stats, config.min_tokens)):
+    config, stats = run.config, drop_underflowed_experts(stats)
+    if not stats.tokens or not (experts := experts_below(stats, config.min_tokens)):
         return stats
     everyone = None
     if config.experts == "all_tokens":
-        own = [layer_plan for layer_plan in layer_plans if layer_plan.name in names]
-        ((_, everyone),) = sum_up(own, inputs, _collector(own, share=False, all_tokens=experts), run)
+        members = [layer_plan for layer_plan in layer_plans if layer_plan.name in names]
+        ((_, everyone),) = sum_up(members, inputs, _collector(members, share=False, all_tokens=experts), run)
     if isinstance(stats, DeferredStats):
         assert not isinstance(everyone, Stats)
         pool = pool_of(stats, run)
-        return replace(stats, minimum=config.min_tokens, how=config.experts, pool=pool, everyone=everyone)
+        return replace(stats, minimum=config.min_tokens, fallback=config.experts, pool=pool, everyone=everyone)
     assert not isinstance(everyone, DeferredStats)
-    return filled(stats, config.min_tokens, config.experts, pooled(stats), everyone)
+    return pad_experts(stats, config.min_tokens, config.experts, sum_over_experts(stats), everyone)
 
 
 def _with_listed_experts(layer_plans: Sequence[LayerPlan], groups: Groups, run: Run) -> Groups:
-    """The same for experts that are modules in a list, which come last.
+    """Top up the statistics of experts that are modules in a list; these come last in the result.
 
     Layers with few rows, or that are in none of the ``groups`` because they got none, are filled up from the rows of
     their whole mixture. A layer whose mixture got nothing at all is left out.
     """
-    minimum, how = run.config.min_tokens, run.config.experts
+    minimum, fallback = run.config.min_tokens, run.config.experts
     mixture_of = {
         layer_plan.name: (layer_plan.layer.mixture, layer_plan.shape)
         for layer_plan in layer_plans
@@ -673,10 +673,10 @@ def _with_listed_experts(layer_plans: Sequence[LayerPlan], groups: Groups, run: 
             pool = pools[mixture]
             gram = None if pool.gram is None else torch.zeros_like(pool.gram)
             result.append(([name], Stats(0, torch.zeros_like(pool.square_sums), gram)))
-    for place, (names, stats) in enumerate(result):
+    for index, (names, stats) in enumerate(result):
         mixture = next((mixture_of[name] for name in names if name in mixture_of), None)
         if mixture is not None and isinstance(stats, Stats) and stats.tokens < minimum:
-            own = deepcopy(stats)  # a pool may be the same object
-            fill(own, minimum, how, pools[mixture], None)
-            result[place] = (names, own)
+            padded = deepcopy(stats)  # a pool may be the same object
+            pad_expert(padded, minimum, fallback, pools[mixture], None)
+            result[index] = (names, padded)
     return result

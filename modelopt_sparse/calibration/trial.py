@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from modelopt_sparse.calibration.calls import AtBlock, Calls, UnderWay, WalkedCall
+from modelopt_sparse.calibration.calls import AtBlock, Attempt, Calls, WalkedCall
 from modelopt_sparse.calibration.data import Call
 from modelopt_sparse.calibration.forward import NumberedCall, PaddingError, forward_context
 from modelopt_sparse.model.devices import dense_rows, flat_tensors, map_batch, parts_within, version
@@ -23,11 +23,11 @@ from modelopt_sparse.run import Run, Unreadable
 
 # what is compared -----------------------------------------------------------------------------------------------------
 
-Print = list[tuple]  # tells whether the tensors of two values are equal
+Fingerprint = list[tuple]  # tells whether the tensors of two values are equal
 
 
-def print_of(value: Any, *, exact: bool) -> Print:
-    """Of each tensor its dtype, its shape and a hash of its bits; not ``exact``: sums of its numbers."""
+def fingerprint_of(value: Any, *, exact: bool) -> Fingerprint:
+    """Dtype and shape of each tensor in ``value``, with a hash of its bits, or, unless ``exact``, with two sums."""
     prints = []
     for x in flat_tensors(value):
         x = dense_rows(x.detach())
@@ -47,11 +47,11 @@ def is_exact(run: Run) -> bool:
     return devices <= {"cpu", "meta"} and (run.config.device is None or run.config.device.type == "cpu")
 
 
-def same(one: Print, other: Print) -> bool:
-    """Whether two prints are those of equal tensors; if they are sums of numbers, up to a few roundings."""
-    if [of_tensor[:2] for of_tensor in one] != [of_tensor[:2] for of_tensor in other]:
+def same_fingerprint(first: Fingerprint, second: Fingerprint) -> bool:
+    """Whether two fingerprints are those of equal tensors; if they are sums of numbers, up to a few roundings."""
+    if [entry[:2] for entry in first] != [entry[:2] for entry in second]:
         return False
-    for (dtype, _, numbers), (_, _, others) in zip(one, other):
+    for (dtype, _, numbers), (_, _, others) in zip(first, second):
         if len(numbers) == 1:
             if numbers != others:
                 return False
@@ -64,19 +64,19 @@ def same(one: Print, other: Print) -> bool:
 
 @dataclass(frozen=True)
 class Visit:
-    """Of one visit of a block: what its layers got, in order, and what it put out; None: it has answered."""
+    """One visit of a block: fingerprints of its layers' inputs, in order, and of its output (None: it has answered)."""
 
     block: nn.Module
-    inputs: list[tuple[nn.Module, Print]]
-    output: Print | None
+    inputs: list[tuple[nn.Module, Fingerprint]]
+    output: Fingerprint | None
 
-    def is_like(self, other: "Visit") -> bool:
-        """Whether it is the same visit as ``other``, of a whole run."""
-        if self.block is not other.block or self.output is None or other.output is None:
-            return self.block is other.block
-        pairs = [*zip(self.inputs, other.inputs), ((None, self.output), (None, other.output))]
-        alike = all(module is of_other and same(one, two) for (module, one), (of_other, two) in pairs)
-        return alike and len(self.inputs) == len(other.inputs)
+    def is_like(self, whole: "Visit") -> bool:
+        """Whether it is the same visit as ``whole``, which is of a whole run."""
+        if self.block is not whole.block or self.output is None or whole.output is None:
+            return self.block is whole.block
+        pairs = [*zip(self.inputs, whole.inputs), ((None, self.output), (None, whole.output))]
+        alike = all(a is b and same_fingerprint(first, second) for (a, first), (b, second) in pairs)
+        return alike and len(self.inputs) == len(whole.inputs)
 
 
 @dataclass
@@ -85,8 +85,8 @@ class Watch:
 
     run: Run
     on: bool = True
-    runs: list[tuple[UnderWay, list[Visit]]] = field(default_factory=list)
-    _inputs: list[tuple[nn.Module, Print]] = field(default_factory=list)
+    runs: list[tuple[Attempt, list[Visit]]] = field(default_factory=list)
+    _inputs: list[tuple[nn.Module, Fingerprint]] = field(default_factory=list)
 
     @contextmanager
     def watching(self, calls: Calls) -> Iterator[None]:
@@ -94,24 +94,24 @@ class Watch:
 
         def on_layer(module: nn.Module, args: tuple, kwargs: dict) -> None:
             if self.on:
-                self._inputs.append((module, print_of((args, kwargs), exact=exact)))
+                self._inputs.append((module, fingerprint_of((args, kwargs), exact=exact)))
 
-        def seen(now: UnderWay, block: nn.Module, output: Any, ran: bool) -> None:
+        def seen(attempt: Attempt, block: nn.Module, output: Any, ran: bool) -> None:
             if not self.on:
                 return
-            if not self.runs or self.runs[-1][0] is not now:
-                self.runs.append((now, []))
-            self.runs[-1][1].append(Visit(block, self._inputs, print_of(output, exact=exact) if ran else None))
+            if not self.runs or self.runs[-1][0] is not attempt:
+                self.runs.append((attempt, []))
+            self.runs[-1][1].append(Visit(block, self._inputs, fingerprint_of(output, exact=exact) if ran else None))
             self._inputs = []
 
         with ExitStack() as hooks:
-            for module in {module for plan in self.run.plan.layers for module in plan.layer.hooked_modules}:
+            for module in {module for layer_plan in self.run.plan.layers for module in layer_plan.layer.hooked_modules}:
                 hooks.enter_context(module.register_forward_pre_hook(on_layer, with_kwargs=True))
             calls.seen = seen
             hooks.callback(setattr, calls, "seen", None)
             yield
 
-    def take(self) -> list[tuple[UnderWay, list[Visit]]]:
+    def take(self) -> list[tuple[Attempt, list[Visit]]]:
         """The runs since the last time."""
         runs, self.runs, self._inputs = self.runs, [], []
         return runs
@@ -128,8 +128,8 @@ def single_rows(call: Call) -> Iterator[Call]:
     if not plain or len({len(x) for x in tensors}) != 1:
         yield call
         return
-    for at in range(len(tensors[0])):  # made as they are asked for: a batch may have many
-        yield Call(*map_batch(lambda x, at=at: x[at : at + 1], (call.args, call.kwargs)))
+    for row in range(len(tensors[0])):  # made as they are asked for: a batch may have many
+        yield Call(*map_batch(lambda x, row=row: x[row : row + 1], (call.args, call.kwargs)))
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ class Tried:
 
 Problem = tuple[Stack, str]  # a stack of which blocks cannot answer, and why
 CHANGES = "a call that is run again computes something else"
-OTHER = "blocks that answer in the place of computing do not give the model's own output"
+OTHER_OUTPUT = "blocks that answer in the place of computing do not give the model's own output"
 
 
 def truth_of(calls: Calls, tried: Sequence[NumberedCall]) -> list[Tried]:
@@ -159,14 +159,14 @@ def truth_of(calls: Calls, tried: Sequence[NumberedCall]) -> list[Tried]:
 
 def is_repeatable(calls: Calls, tried: Sequence[Tried]) -> bool:
     """Whether the calls compute the same as before when they are run whole once more."""
-    before = [each for each in tried if each.truth is not None]
-    now = [each.truth or [] for each in truth_of(calls, [each.call.numbered for each in before])]
-    truths = [each.truth or [] for each in before]
-    return all(_alike(one, other) and len(one) == len(other) for one, other in zip(now, truths))
+    before = [trial for trial in tried if trial.truth is not None]
+    repeated = [trial.truth or [] for trial in truth_of(calls, [trial.call.numbered for trial in before])]
+    truths = [trial.truth or [] for trial in before]
+    return all(_alike(visits, truth) and len(visits) == len(truth) for visits, truth in zip(repeated, truths))
 
 
 def _alike(visits: Sequence[Visit], truth: Sequence[Visit]) -> bool:
-    return len(visits) <= len(truth) and all(one.is_like(other) for one, other in zip(visits, truth))
+    return len(visits) <= len(truth) and all(visit.is_like(whole) for visit, whole in zip(visits, truth))
 
 
 def rehearse(walk: AtBlock, tried: Sequence[Tried], watch: Watch) -> Problem | None:
@@ -174,22 +174,22 @@ def rehearse(walk: AtBlock, tried: Sequence[Tried], watch: Watch) -> Problem | N
     what whole runs do; None: it is. ``walk``: of these calls. ``watch``: sees the layers that were seen in whole
     runs."""
     calls, run = walk.again, walk.run
-    truth = {id(each.call.numbered): each.truth for each in tried}
+    truth = {id(trial.call.numbered): trial.truth for trial in tried}
     stack = calls.stack_of[walk.order.blocks[0]]
     buffers = [(x, version(x), x.detach().clone()) for x in run.model.buffers() if x.dtype != torch.bool]
     try:
         for block in walk.order.blocks:
             stack = calls.stack_of[block]
             run.storage.load(block)  # before it moves to the execution device
-            here = walk.at(block)
-            with here.on_device(), watch.watching(calls):
+            at_block = walk.at(block)
+            with at_block.on_device(), watch.watching(calls):
                 for _ in range(2 if block is walk.order.blocks[-1] else 1):
-                    here.collect()
-                here.advance()
-            for now, visits in watch.take():
-                expected = truth[id(now.call.numbered)]
+                    at_block.collect()
+                at_block.advance()
+            for attempt, visits in watch.take():
+                expected = truth[id(attempt.call.numbered)]
                 if expected is not None and not _alike(visits, expected):
-                    return stack, OTHER
+                    return stack, OTHER_OUTPUT
     except (PaddingError, Unreadable):
         raise
     except (ValueError, RuntimeError) as error:  # the model's own are `errors_name_batch`'s

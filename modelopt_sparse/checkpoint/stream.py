@@ -49,7 +49,7 @@ from modelopt_sparse.distributed import Processes
 from modelopt_sparse.methods.scores import Magnitude
 from modelopt_sparse.model.hf import empty_model
 from modelopt_sparse.model.masking import dense_class, named_masks, remove_masks
-from modelopt_sparse.oneshot import check_options, prune
+from modelopt_sparse.oneshot import check_run, prune
 from modelopt_sparse.plan.options import SparsifyConfig
 from modelopt_sparse.plan.plan import Plan, started_with
 from modelopt_sparse.plan.planner import distributed_in, plan_for, resolve
@@ -114,7 +114,7 @@ def sparsify_checkpoint(
         quantized = dequantization_of(empty, folder, dtype, dequantize=dequantize)
         plan = plan_for(empty, chosen, settings)
         names = _block_names(empty, plan, "sparsify")
-        check_options(plan, settings)
+        check_run(plan, settings)
         calibrated = settings.budget is not None or any(layer_plan.calibrated for layer_plan in plan.layers)
         calls = load_calls(settings, empty) if calibrated else None
         # all that can be known without work is: from here on there is a work folder

@@ -28,10 +28,10 @@ from modelopt_sparse.checkpoint.dequantize import Quantized, dtype_of, kept_wide
 from modelopt_sparse.checkpoint.folder import INDEX, WEIGHTS, file_hash, weight_files, weight_reader, write_masks
 from modelopt_sparse.checkpoint.workfolder import BUDGET, BlockRecord, WorkFolder
 from modelopt_sparse.distributed import Processes
-from modelopt_sparse.model.devices import give_back_freed_memory, taken_off
+from modelopt_sparse.model.devices import give_back_freed_memory, remove_hooks
 from modelopt_sparse.model.hf import empty_model, model_class, unloaded
 from modelopt_sparse.model.masking import named_masks, remove_masks
-from modelopt_sparse.plan.memory import own_parameters
+from modelopt_sparse.plan.memory import parameters_by_block
 from modelopt_sparse.reports.report import Report
 from modelopt_sparse.reports.text import first_few, only_errors
 from modelopt_sparse.reports.values import BlockReport, LayerReport
@@ -169,7 +169,7 @@ def without_blocks(
             model, info = load_dequantized(architecture, folder, config, quantized, **options)
     if problems := unloaded(info):
         raise ValueError(f"{str(folder)!r} does not hold a whole {type(model).__name__}: {first_few(problems)}")
-    places = {name: (Path(at["safetensors_file"]), at["weight_name"]) for name, at in taken_off(model).items()}
+    places = {name: (Path(at["safetensors_file"]), at["weight_name"]) for name, at in remove_hooks(model).items()}
     wide = kept_wide(model)
     new: dict[nn.Parameter, nn.Parameter] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -233,7 +233,7 @@ class Streamed(Storage):
         self._work, self._files, self.spills = work, files, spill
         self._blocks = [model.get_submodule(name) for name in names]
         self._home = {module: block for block in self._blocks for module in block.modules()}
-        self._own = dict(zip(self._blocks, own_parameters(model, names).values()))
+        self._own = dict(zip(self._blocks, parameters_by_block(model, names).values()))
         self._over: set[nn.Module] = set()
         self._open: nn.Module | None = None
         self._passing: nn.Module | None = None

@@ -14,12 +14,12 @@ from transformers import AutoConfig, AutoProcessor, AutoTokenizer
 from transformers.utils import has_file
 
 import modelopt_sparse as mts
-from modelopt_sparse.calibration.data import documents_of, opened, tokens_of
+from modelopt_sparse.calibration.data import documents_of, open_dataset, tokens_of
 from modelopt_sparse.checkpoint.dequantize import Quantized, dequantization_of, load_dequantized
 from modelopt_sparse.checkpoint.folder import DESCRIPTION
 from modelopt_sparse.checkpoint.streamed import local_folder
 from modelopt_sparse.checks import read_yaml
-from modelopt_sparse.distributed import own_device
+from modelopt_sparse.distributed import local_device
 from modelopt_sparse.model.hf import empty_model, model_class, quantization_of
 from modelopt_sparse.plan.options import SELF, is_data_set
 from modelopt_sparse.reports.evaluate import task_scores
@@ -68,7 +68,7 @@ def settings_of(
     if "data" in settings:
         settings["tokenizer"] = source.tokenizer
     if settings.get("device") is not None:
-        settings["device"] = own_device(settings["device"])
+        settings["device"] = local_device(settings["device"])
         if check_device:
             try:
                 torch.empty(0, device=settings["device"])
@@ -88,7 +88,7 @@ def data_of(name: str | Path, split: str) -> Any:
     if path.is_file() or not (path.is_dir() or is_data_set(str(name))):
         data: Any = path
     else:
-        data = opened(path if path.is_dir() else str(name), split)
+        data = open_dataset(path if path.is_dir() else str(name), split)
     documents_of(data)
     return data
 

@@ -38,12 +38,12 @@ class Stats:
     counts: Tensor | None = None
     dead: Tensor | None = None
 
-    def __add__(self, other: "Stats") -> "Stats":
+    def __add__(self, stats: "Stats") -> "Stats":
         assert self.dead is None
-        assert other.dead is None
-        gram = None if self.gram is None or other.gram is None else self.gram + other.gram
-        counts = None if self.counts is None or other.counts is None else self.counts + other.counts
-        return Stats(self.tokens + other.tokens, self.square_sums + other.square_sums, gram, counts)
+        assert stats.dead is None
+        gram = None if self.gram is None or stats.gram is None else self.gram + stats.gram
+        counts = None if self.counts is None or stats.counts is None else self.counts + stats.counts
+        return Stats(self.tokens + stats.tokens, self.square_sums + stats.square_sums, gram, counts)
 
     def with_dead_channels(self) -> "Stats":
         """The sums that weights are chosen by: dead channels, those that were zero in all rows, are filled in.

@@ -179,11 +179,11 @@ class Unstructured(_Within):
         count = flat.shape[-1] - count_zeros(self.sparsity, flat.shape[-1])
         return self._and_within(keep_largest(flat, count).view(score.shape))
 
-    def zeros_up_to(self, column: int, rows: int) -> int | Tensor:
+    def even_zeros_before(self, column: int, rows: int) -> int | Tensor:
         """How many zeros each scope of a weight with so many rows has in the columns before this one, if zeros are
         spread evenly.
 
-        ``within`` a mask these are the zeros that it has there, and an even share of the new ones: ``[..., 1]``, a
+        ``within`` a mask these are the zeros that it has there, and an even part of the new ones: ``[..., 1]``, a
         number for each scope.
         """
         per_column = 1 if self.scope == "row" else rows
@@ -216,7 +216,7 @@ class Unstructured(_Within):
         return int(((flat == 0).sum(-1) < count_zeros(self.sparsity, flat.shape[-1])).sum())
 
     def _by_scope(self, matrix: Tensor) -> Tensor:
-        """``[..., R, C]`` with all of a scope in the last dimension."""
+        """Reshape ``[..., R, C]`` so that the last dimension holds one scope."""
         return matrix if self.scope == "row" else matrix.flatten(-2)
 
 
@@ -224,8 +224,8 @@ Pattern = NM | Unstructured
 AnyPattern = TypeVar("AnyPattern", bound=_Within)
 
 
-def cut(pattern: AnyPattern, rows: slice, columns: slice = slice(None)) -> AnyPattern:
-    """The pattern of a weight ``[..., R, C]`` for these rows and columns of it: the mask that it lies within is cut."""
+def sub_pattern(pattern: AnyPattern, rows: slice, columns: slice = slice(None)) -> AnyPattern:
+    """The pattern of some rows and columns of a weight ``[..., R, C]``: the mask that it lies within is cut."""
     return pattern if pattern.within is None else replace(pattern, within=pattern.within[..., rows, columns])
 
 
@@ -250,17 +250,18 @@ def parse_pattern(value: object) -> Pattern:
 
 
 def level_of(mask: Tensor, scope: str) -> Unstructured:
-    """The level that a mask ``[..., R, C]`` keeps in every "row" or "matrix", in as few digits as give its zeros."""
+    """The unstructured pattern that a mask ``[..., R, C]`` keeps in every "row" or "matrix", its sparsity in as few
+    digits as give its zeros."""
     scopes = mask if scope == "row" else mask.flatten(-2)
     size, fewest = scopes.shape[-1], int((~scopes).sum(-1).min())
     exact = min(fewest / size, 1 - 2**-40)
     rounded = (round(exact, digits) for digits in range(2, 12))
-    level = next((each for each in rounded if each < 1 and count_zeros(each, size) == fewest), exact)
-    return Unstructured(level, scope)
+    sparsity = next((s for s in rounded if s < 1 and count_zeros(s, size) == fewest), exact)
+    return Unstructured(sparsity, scope)
 
 
 def pattern_of(mask: Tensor, like: Pattern) -> Pattern:
-    """The pattern that a mask ``[..., R, C]`` keeps: N:M with the M of ``like`` if it has one, else a level."""
+    """The pattern that a mask ``[..., R, C]`` keeps: N:M with the M of ``like`` if it has one, or unstructured."""
     if isinstance(like, Unstructured):
         return level_of(mask, like.scope or "matrix")
     most = 0 if like.misfit(mask.shape[-1]) else int(mask.unflatten(-1, (-1, like.m)).sum(-1).max())

@@ -79,6 +79,6 @@ class GivenMask(Method):
         assert self.mask is not None
         return masked_solution(weight, self.mask.to(weight.device), state)
 
-    def cut(self, place: Any) -> "GivenMask":
-        """The same for a part of the layer."""
-        return GivenMask(None if self.mask is None else self.mask[place])
+    def part(self, index: Any) -> "GivenMask":
+        """The mask of a part of the layer, ``mask[index]``."""
+        return GivenMask(None if self.mask is None else self.mask[index])

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from modelopt_sparse.checks import check_number, check_whole
 from modelopt_sparse.methods.base import Method, Solution, Stats, relative_error, written
-from modelopt_sparse.methods.patterns import NM, Pattern, Unstructured, cut, keep_largest
+from modelopt_sparse.methods.patterns import NM, Pattern, Unstructured, keep_largest, sub_pattern
 
 # the sweep over one block of columns (algorithm 1, inner loop) -------------------------------------------------------
 # Two paths compute the same: plain torch, for every dtype, device and pattern, and one fused Triton kernel. The torch
@@ -36,16 +36,16 @@ def eliminate(current: Tensor, inverse: Tensor, pattern: Pattern, start: int) ->
     the matrix, and ``start`` the block's first column in it. The mask of an N:M group is chosen when the sweep comes to
     the group, from the weights as updated so far; that of an unstructured block as a whole, before the sweep.
 
-    The kernel runs where `takes` and `has_kernels` allow it. Everything else, above all the CPU and float64, goes
+    The kernel runs where `kernel_takes` and `has_kernels` allow it. All else, the CPU and float64 above all, goes
     through torch.
     """
     block = current.shape[-1]
     pivot_b = inverse.diagonal(dim1=-2, dim2=-1)
     if isinstance(pattern, NM):
-        choice = cut(pattern, slice(None), slice(start, start + block))
+        choice = sub_pattern(pattern, slice(None), slice(start, start + block))
     else:
         choice = _choose_block(current.square() / pivot_b.square().unsqueeze(-2), pattern, start)
-    if takes(current, pattern) and has_kernels(current.device):
+    if kernel_takes(current, pattern) and has_kernels(current.device):
         from modelopt_sparse.methods.sweep_triton import sweep  # Triton is imported where it is used, and only then
 
         return sweep(current, inverse, choice)
@@ -74,7 +74,7 @@ def eliminate(current: Tensor, inverse: Tensor, pattern: Pattern, start: int) ->
         last = first + unit
         if isinstance(choice, NM):
             score = values[..., first:last, :].square() / pivot_b1[..., first:last, :].square()
-            mask[..., first:last, :] = cut(choice, slice(None), slice(first, last)).mask(score.mT).mT
+            mask[..., first:last, :] = sub_pattern(choice, slice(None), slice(first, last)).mask(score.mT).mT
         for j in range(first, last):
             dropped = values[..., j, :].masked_fill(mask[..., j, :], 0)
             errors[..., j, :] = dropped / pivot_b1[..., j, :]
@@ -93,7 +93,7 @@ def _turned(x_RC: Tensor, inverse: Tensor) -> Tensor:
     return x_RC.flatten(0, -2).mT if inverse.dim() == 2 else x_RC.flatten(0, -3).mT
 
 
-def takes(current: Tensor, pattern: Pattern) -> bool:
+def kernel_takes(current: Tensor, pattern: Pattern) -> bool:
     """Whether the kernel can sweep such a block: float32, up to WIDEST_BLOCK columns, M up to WIDEST_GROUP, and groups
     in which any weight may stay."""
     narrow = not isinstance(pattern, NM) or (pattern.m <= WIDEST_GROUP and pattern.within is None)
@@ -113,8 +113,8 @@ def has_kernels(device: torch.device) -> bool:
 def _choose_block(score: Tensor, pattern: Unstructured, start: int) -> Tensor:
     """Mask of one column block. The zeros of all blocks add up to the exact count of the row or the matrix."""
     *_, rows, block = score.shape
-    zeros = pattern.zeros_up_to(start + block, rows) - pattern.zeros_up_to(start, rows)
-    score = cut(pattern, slice(None), slice(start, start + block)).allowed(score)
+    zeros = pattern.even_zeros_before(start + block, rows) - pattern.even_zeros_before(start, rows)
+    score = sub_pattern(pattern, slice(None), slice(start, start + block)).allowed(score)
     flat = score if pattern.scope == "row" else score.flatten(-2)
     return keep_largest(flat, flat.shape[-1] - zeros).view(score.shape)
 
@@ -186,17 +186,17 @@ def _factorize(matrix: Tensor, mean_diagonal: Tensor, damping: float) -> tuple[T
     Attempts are made with more and more damping, then the same in float64. If all of them fail, ValueError is raised. U
     comes from the Cholesky factor of the matrix with its rows and columns reversed.
     """
-    levels = [damping]
-    while levels[-1] < MAX_DAMPING:
-        levels.append(min(10 * levels[-1], MAX_DAMPING))
+    dampings = [damping]
+    while dampings[-1] < MAX_DAMPING:
+        dampings.append(min(10 * dampings[-1], MAX_DAMPING))
     for dtype in (matrix.dtype, torch.float64):
-        for level in levels:
+        for attempt in dampings:
             damped = matrix.to(dtype, copy=True)
-            damped.diagonal(dim1=-2, dim2=-1).add_(level * mean_diagonal.to(dtype))
+            damped.diagonal(dim1=-2, dim2=-1).add_(attempt * mean_diagonal.to(dtype))
             lower, info = torch.linalg.cholesky_ex(damped.flip(-2, -1))
             if info.any():
                 continue
-            usual = level == damping and dtype == matrix.dtype
-            note = f"factorized with damping {level:g} in {dtype}, {damping:g} in {matrix.dtype} was not enough"
+            usual = attempt == damping and dtype == matrix.dtype
+            note = f"factorized with damping {attempt:g} in {dtype}, {damping:g} in {matrix.dtype} was not enough"
             return lower.flip(-2, -1), () if usual else (note.replace("torch.", ""),)
     raise ValueError(f"the Gram matrix {list(matrix.shape)} cannot be factorized: give more data, or use 'wanda'")

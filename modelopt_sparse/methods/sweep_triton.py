@@ -31,8 +31,8 @@ def sweep(current: Tensor, inverse: Tensor, choice: NM | Tensor) -> tuple[Tensor
     """
     current = current.contiguous()
     *lead, rows, columns = current.shape
-    own = inverse.shape[:-2].numel() > 1
-    inverse = (inverse.expand(*lead, columns, columns) if own else inverse).contiguous()
+    batched = inverse.shape[:-2].numel() > 1
+    inverse = (inverse.expand(*lead, columns, columns) if batched else inverse).contiguous()
     pruned = torch.empty_like(current)
     if isinstance(choice, NM):
         n, m, mask = choice.n, choice.m, torch.empty_like(current, dtype=torch.bool)
@@ -44,7 +44,7 @@ def sweep(current: Tensor, inverse: Tensor, choice: NM | Tensor) -> tuple[Tensor
     programs = tiles * current.shape[:-2].numel()
     if programs:
         flags = mask.view(torch.uint8)
-        factor_size = columns * columns if own else 0
+        factor_size = columns * columns if batched else 0
         sizes = {"KEPT": n, "M": m, "T": tile, "G": groups, "S": slots}
         with torch.cuda.device_of(current):
             launch = _sweep[(programs,)]  # pyright: ignore[reportIndexIssue]

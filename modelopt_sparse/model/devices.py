@@ -42,7 +42,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def _inside(module: nn.Module) -> nn.Module | None:
-    """What a wrapper wraps; None for any other module."""
+    """The module that a wrapper wraps; None for any other module."""
     if is_compiled_module(module):
         return module.get_submodule("_orig_mod")
     if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
@@ -52,7 +52,7 @@ def _inside(module: nn.Module) -> nn.Module | None:
 
 @contextmanager
 def in_eval_mode(*models: nn.Module) -> Iterator[None]:
-    """With models in evaluation mode; afterwards each module is in its mode from before."""
+    """While entered, the models are in evaluation mode; afterwards each module is in its mode from before."""
     modes = [(module, module.training) for model in models for module in model.modules()]
     try:
         for model in models:
@@ -78,15 +78,15 @@ def run_eagerly(model: nn.Module) -> Iterator[None]:
 def forward_replaced(module: nn.Module, replacement: Callable[..., Any]) -> Iterator[None]:
     """While entered, a module's forward is ``replacement(forward, *args, **kwargs)``, which gets the one of before (as
     accelerate wraps it, if it does)."""
-    own, forward = vars(module).get("forward"), module.forward
+    previous, forward = vars(module).get("forward"), module.forward
     vars(module)["forward"] = functools.wraps(forward)(functools.partial(replacement, forward))
     try:
         yield
     finally:
-        if own is None:
+        if previous is None:
             vars(module).pop("forward")
         else:
-            vars(module)["forward"] = own
+            vars(module)["forward"] = previous
 
 
 # nested tuples, lists and mappings ------------------------------------------------------------------------------------
@@ -131,19 +131,19 @@ def leaves_of(value: Any) -> list[Any]:
 
 
 def parts_of(value: Any) -> Mapping[Any, Any]:
-    """What a container or an object holds, by name or place; nothing of tensors, modules and plain values."""
+    """The values that a container or an object holds, by name or index; empty for tensors, modules and plain values."""
     if isinstance(value, (Tensor, nn.Module, torch.Size, type)):
         return {}
     if isinstance(value, (tuple, list)):
         return dict(zip(getattr(value, "_fields", range(len(value))), value))
     if isinstance(value, Mapping):
         return value
-    slots = {each.name: getattr(value, each.name) for each in fields(value)} if is_dataclass(value) else {}
+    slots = {slot.name: getattr(value, slot.name) for slot in fields(value)} if is_dataclass(value) else {}
     return {**slots, **getattr(value, "__dict__", {})}
 
 
 def parts_within(value: Any, seen: dict[int, Any] | None = None) -> Iterator[tuple[str, Any]]:
-    """(name or place, part) of all that containers and objects hold, and these again, each of them once."""
+    """Yield (name or index, part) of all that containers and objects hold, at any depth, each object once."""
     seen = {} if seen is None else seen
     for name, part in parts_of(value).items() if id(value) not in seen else ():
         seen[id(value)] = value  # no id is reused
@@ -309,10 +309,10 @@ def bytes_of(device: torch.device) -> tuple[float, float]:
         return module.mem_get_info(device)[1], free_bytes(device)
     memory, swap, process = psutil.virtual_memory(), psutil.swap_memory(), psutil.Process()
     most, free = min([memory.total, *_cgroup_limits()]), memory.available
-    own = process.memory_info()
-    most, free = most + swap.total, min(free, most - own.rss) + swap.free
+    usage = process.memory_info()
+    most, free = most + swap.total, min(free, most - usage.rss) + swap.free
     if sys.platform == "linux" and (limit := process.rlimit(psutil.RLIMIT_AS)[0]) != psutil.RLIM_INFINITY:
-        most, free = min(most, limit), min(free, limit - own.vms)
+        most, free = min(most, limit), min(free, limit - usage.vms)
     return most, free
 
 
@@ -323,8 +323,8 @@ def _cgroup_limits() -> Iterator[int]:
     for line in groups.read_text().splitlines() if groups.is_file() else ():
         _, controllers, path = line.split(":", 2)
         root, name = roots.get(controllers, (None, ""))
-        for at in accumulate(Path(path).parts[1:], Path.joinpath, initial=root) if root is not None else ():
-            if (at / name).is_file() and (text := (at / name).read_text().strip()).isdecimal():
+        for folder in accumulate(Path(path).parts[1:], Path.joinpath, initial=root) if root is not None else ():
+            if (folder / name).is_file() and (text := (folder / name).read_text().strip()).isdecimal():
                 yield int(text)
 
 
@@ -439,7 +439,7 @@ def refuse_offloaded(model: nn.Module, blocks: Iterable[nn.Module], option: str)
 
 
 def _source(hook: AlignDevicesHook, param: str) -> tuple[Any, str]:
-    """Where the hook finds the weights of its module, and the name of a parameter there."""
+    """(the object in which the hook finds the weights of its module, the name of a parameter there)."""
     source = hook.weights_map
     return (source.dataset, f"{source.prefix}{param}") if isinstance(source, PrefixedDataset) else (source, param)
 
@@ -461,7 +461,7 @@ def stored(module: nn.Module, name: str) -> Tensor:
     return hook.weights_map[name]
 
 
-def offload_again(model: nn.Module) -> None:
+def reoffload(model: nn.Module) -> None:
     """Offload the weights that accelerate has loaded for forwards that did not come to their end."""
     for module in model.modules():
         hook = offloading_hook(module)
@@ -469,7 +469,7 @@ def offload_again(model: nn.Module) -> None:
             hook.post_forward(module, None)
 
 
-def taken_off(model: nn.Module) -> dict[str, dict[str, str]]:
+def remove_hooks(model: nn.Module) -> dict[str, dict[str, str]]:
     """Remove all of accelerate's hooks from a model -> an index of the parameters that are offloaded to disk.
 
     The index: parameter name -> {"safetensors_file": path, "weight_name": name in that file}. These parameters stay on

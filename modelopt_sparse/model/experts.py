@@ -113,7 +113,7 @@ class _FusedAdapter(RoutedAdapter):
         """The rows of the first matrix of one expert, if every token were routed to it."""
 
     def output(self, module: Any, expert: int, rows: Tensor, name: str = SECOND) -> Tensor:
-        """What a matrix of an expert, by default its second one, makes of rows, with its present weights."""
+        """Multiply rows with a matrix of an expert, by default its second one, with its present weights."""
         weight = self.matrix(module, stored(module, name).detach()[expert].to(rows.device))
         has_bias = getattr(module, "has_bias", False)
         bias = stored(module, f"{name}_bias").detach()[expert].to(rows.device) if has_bias else None

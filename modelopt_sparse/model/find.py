@@ -138,11 +138,11 @@ def find_layers(model: nn.Module) -> tuple[list[Layer], list[Unprunable]]:
 def _mixture(model: nn.Module, path: str) -> str | None:
     """A module path with ``*`` in the place of its expert's index; None outside of a list (or dict) of experts."""
     parts = path.split(".")
-    for place in range(1, len(parts)):
-        if "experts" in parts[place - 1]:
-            listed = model.get_submodule(".".join(parts[:place]))
+    for index in range(1, len(parts)):
+        if "experts" in parts[index - 1]:
+            listed = model.get_submodule(".".join(parts[:index]))
             if isinstance(listed, (nn.ModuleList, nn.ModuleDict)) and len(listed) > 1:
-                return ".".join([*parts[:place], "*", *parts[place + 1 :]])
+                return ".".join([*parts[:index], "*", *parts[index + 1 :]])
     return None
 
 
@@ -190,11 +190,11 @@ UNDONE_BY = {
 
 
 def _computed(module: nn.Module, param: str) -> str | None:
-    """What to say of a parameter that torch computes a weight from in each forward; None for any other parameter."""
+    """Reason to leave a parameter alone from which torch computes a weight in each forward; None for any other."""
     undone_by = "parametrize.remove_parametrizations" if isinstance(module, ParametrizationList) else None
     whole, _, part = param.rpartition("_")
-    for (own, other), function in UNDONE_BY.items():
-        if part == own and isinstance(getattr(module, f"{whole}_{other}", None), Tensor):
+    for (ending, partner), function in UNDONE_BY.items():
+        if part == ending and isinstance(getattr(module, f"{whole}_{partner}", None), Tensor):
             undone_by = function
     return undone_by and f"a weight is computed from it: call torch.nn.utils.{undone_by} first"
 
@@ -240,9 +240,9 @@ def _tuners(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _heads(model: nn.Module, prunable: set[nn.Module]) -> list[nn.Module]:
-    """What a model without a stack puts on top of its features.
+    """The modules on top of the features of a model without a stack.
 
-    Of transformers' models that is all that lies outside of their base model. Of any other model it is its last layer,
+    Of transformers' models these are all that lie outside of their base model. Of any other model it is its last layer,
     if the child that holds it has a head's name, and something is left beside it.
     """
     if isinstance(model, PreTrainedModel):
@@ -260,8 +260,8 @@ def _within_blocks(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
     for module in model.modules():
         for name, child in module.named_children():
             has_experts = any(
-                other.startswith("experts") or "experts" in dense_class(beside).__name__.lower()
-                for other, beside in module.named_children()
+                sibling.startswith("experts") or "experts" in dense_class(beside).__name__.lower()
+                for sibling, beside in module.named_children()
             )
             is_gate = name in ("gate", "router", "wg") and has_experts
             if is_gate or "router" in type(child).__name__.lower() or name == "shared_expert_gate":
@@ -308,14 +308,14 @@ def _count(module: nn.Module, prunable: set[nn.Module]) -> int:
 
 def _search(module: nn.Module, path: str, prunable: set[nn.Module], *, mixed_allowed: bool) -> list[Stack]:
     """The stacks in and below a module that lies at ``path``."""
-    own = _as_stack(module, path, prunable, mixed_allowed=mixed_allowed)
+    stack = _as_stack(module, path, prunable, mixed_allowed=mixed_allowed)
     inside: list[Stack] = []
     for name, child in module.named_children():
-        inside += _search(child, full_name(path, name), prunable, mixed_allowed=mixed_allowed and own is None)
-    if own is None:
+        inside += _search(child, full_name(path, name), prunable, mixed_allowed=mixed_allowed and stack is None)
+    if stack is None:
         return inside
     inner = sum(_count(block, prunable) for stack in inside for block in stack.blocks)
-    return inside if inner == _count(module, prunable) else [own]
+    return inside if inner == _count(module, prunable) else [stack]
 
 
 def _as_stack(module: nn.Module, path: str, prunable: set[nn.Module], *, mixed_allowed: bool) -> Stack | None:

@@ -24,7 +24,7 @@ TOLERANCE = 0.05
 
 def library_class(cls: type) -> Any:
     """The class of a library that a module's class ``cls`` is, or inherits from."""
-    return next(each for each in cls.__mro__ if each.__module__.startswith(LIBRARIES))
+    return next(base for base in cls.__mro__ if base.__module__.startswith(LIBRARIES))
 
 
 def why_other(cls: type) -> str:
@@ -43,8 +43,8 @@ def has_own_forward(module: nn.Module, cls: type) -> bool:
 def _replaced_forward(module: nn.Module) -> Callable[[Tensor], Any] | None:
     """The forward that the instance has in the place of its class's, unless accelerate has put it there, or left its
     class's own there, bound."""
-    own = vars(module).get("forward")
-    return None if has_hook(module) or getattr(own, "__func__", None) is type(module).forward else own
+    forward = vars(module).get("forward")
+    return None if has_hook(module) or getattr(forward, "__func__", None) is type(module).forward else forward
 
 
 @torch.no_grad()
@@ -56,20 +56,20 @@ def is_other(module: Any, cls: type, x: Tensor | None = None) -> bool | None:
     """
     random = torch.Generator().manual_seed(0)
     values = {name: stored(module, name).detach() for name, _ in module.named_parameters(recurse=False)}
-    if any(each.is_meta for each in (*values.values(), *module.buffers())):
+    if any(value.is_meta for value in (*values.values(), *module.buffers())):
         if values.keys() - {"weight", "bias"} or [*module.buffers(), *module.children()]:
             return None
-        values = {name: torch.randn(each.shape, generator=random) for name, each in values.items()}
+        values = {name: torch.randn(value.shape, generator=random) for name, value in values.items()}
     try:
         parts = copy.deepcopy({name: vars(module)[name] for name in ("_buffers", "_modules")})
-        own = {name: nn.Parameter(each.clone(), requires_grad=False) for name, each in values.items()}
-        parts["_parameters"] = {**module._parameters, **own}
+        parameters = {name: nn.Parameter(value.clone(), requires_grad=False) for name, value in values.items()}
+        parts["_parameters"] = {**module._parameters, **parameters}
         twin, plain = object.__new__(type(module)), object.__new__(library_class(cls))
-        for each in (twin, plain):
-            vars(each).update({**vars(module), **parts})
+        for instance in (twin, plain):
+            vars(instance).update({**vars(module), **parts})
         # a made-up input is positive, so that a mean that is taken off the weight shows
         x = torch.rand(_shape_for(plain), generator=random) if x is None else x
-        product = library_class(cls).forward(plain, x := x.to(own["weight"]))
+        product = library_class(cls).forward(plain, x := x.to(parameters["weight"]))
         output = (_replaced_forward(module) or type(module).forward.__get__(twin.eval()))(x)
         if output.shape != product.shape:
             return True
@@ -83,7 +83,7 @@ def is_other(module: Any, cls: type, x: Tensor | None = None) -> bool | None:
 
 
 def _shape_for(module: Any) -> tuple[int, ...]:
-    """Of an input. A convolution's is a multiple of the stride, so that patches need no padding."""
+    """The shape of an input. A convolution's is a multiple of the stride, so that patches need no padding."""
     if isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
         sizes = zip(module.stride, module.dilation, module.kernel_size)
         return (2, module.in_channels, *(stride * (dilation * (kernel - 1) + 1) for stride, dilation, kernel in sizes))

@@ -81,7 +81,7 @@ def takes(module: nn.Module, name: str) -> bool:
 
 
 def cache_name(model: nn.Module) -> str | None:
-    """What a model calls its KV cache, as an argument and in its output: transformers changed that in 5.24."""
+    """The name of a model's KV cache, as an argument and in its output: transformers changed it in 5.24."""
     return next((name for name in ("past_key_values", "cache") if takes(model, name)), None)
 
 

@@ -253,13 +253,12 @@ class Layer:
 
     @property
     def values(self) -> Tensor:
-        """Where the parameter's values really are: accelerate may hold them elsewhere between calls."""
+        """The tensor that holds the parameter's values: accelerate may hold them elsewhere between calls."""
         return stored(self.owner, self.param).detach()
 
     @property
     def mask(self) -> Tensor | None:
-        """What all modules that hold the parameter keep by their masks, True = kept, ``[..., R, C]``; None without a
-        mask."""
+        """The mask that all modules which hold the parameter agree on, True = kept, ``[..., R, C]``; None without."""
         masks = [dict(named_masks(module)).get(self.param) for module in (self.owner, *self.tied_modules)]
         carried = [self.matrix(mask) for mask in masks if mask is not None]
         return functools.reduce(torch.logical_and, carried) if carried else None
@@ -275,7 +274,7 @@ class Layer:
 
     @property
     def own_forwards(self) -> list[nn.Module]:
-        """Those of the modules that multiply with the weight whose forward is not the one of a library."""
+        """The modules that multiply with the weight and whose forward is not that of a library."""
         modules = (self.owner, *self.tied_modules) if self.adapter in (LINEAR, HF_CONV1D, CONV) else ()
         return [module for module in modules if has_own_forward(module, dense_class(module))]
 

@@ -48,16 +48,16 @@ def set_mask(module: nn.Module, name: str, mask: Tensor) -> None:
     _check_mask(name, mask, weight)
     refuse_what_cannot_be_sparse(module, name)
     with without_hook(owner), torch.inference_mode(False):  # an inference tensor could not be saved for backward
-        own = mask.to(parameter_of(owner, param).device, copy=True).contiguous()
+        buffer = mask.to(parameter_of(owner, param).device, copy=True).contiguous()
         _swap(owner)
         assert isinstance(owner, SparseModule)
-        owner.register_buffer(param + SUFFIX, own)
+        owner.register_buffer(param + SUFFIX, buffer)
         owner.masked_names = (*(n for n in owner.masked_names if n != param), param)
     if not is_fully_sharded(module):  # the Parameter of the moment may be one that FSDP fills without counting it up
         watch(parameter_of(owner, param), owner, param)
     owner.masked_path = name.rpartition(".")[0]
     owner.count_kept()
-    renew_all_zeros(owner, recurse=False, tell=False)
+    rezero_all(owner, recurse=False, tell=False)
     torch.autograd.graph.increment_version(stored(owner, param))  # a forward before had other zeros
     _hide_from_save_pretrained(module, name + SUFFIX, hidden=True)
     if param == "weight" and has_own_forward(owner, cls := dense_class(owner)) and is_other(owner, cls):
@@ -70,8 +70,8 @@ def refuse_what_cannot_be_sparse(module: nn.Module, name: str) -> None:
     if isinstance(owner, SparseModule):
         return
     if hasattr(owner, param + SUFFIX):
-        own = f"{type(owner).__name__} has an attribute {param + SUFFIX!r}"
-        raise ValueError(f"{name!r}: {own}, where the mask belongs: rename it, or sparsify with enforce=False")
+        clash = f"{type(owner).__name__} has an attribute {param + SUFFIX!r}"
+        raise ValueError(f"{name!r}: {clash}, where the mask belongs: rename it, or sparsify with enforce=False")
     if not has_hook(owner):  # accelerate's hook puts a forward of its own there
         _refuse_replaced_forward(owner)
 
@@ -82,21 +82,21 @@ def update_mask(module: nn.Module, name: str, mask: Tensor) -> None:
     ``mask`` is bool, shaped like the parameter. The buffer stays the same tensor, as captured graphs want it.
     """
     owner, param, _ = _find_parameter(module, name)
-    own = owner.get_buffer(param + SUFFIX)
-    _check_mask(name, mask, own)
+    buffer = owner.get_buffer(param + SUFFIX)
+    _check_mask(name, mask, buffer)
     with torch.no_grad():
-        own.copy_(mask)
+        buffer.copy_(mask)
     assert isinstance(owner, SparseModule)
     owner.count_kept()
-    renew_zeros(stored(owner, param), own, owner, param, tell=False)
+    rezero(stored(owner, param), buffer, owner, param, tell=False)
 
 
 def _check_mask(name: str, mask: Tensor, like: Tensor) -> None:
     if not isinstance(mask, Tensor):
         raise TypeError(f"mask of {name!r} is a {type(mask).__name__}: give a torch.bool tensor, True = kept")
     if mask.dtype != torch.bool or mask.shape != like.shape:
-        what = f"{mask.dtype} {list(mask.shape)}"
-        raise ValueError(f"mask of {name!r} is {what}: it must be torch.bool {list(like.shape)}, True = kept")
+        form = f"{mask.dtype} {list(mask.shape)}"
+        raise ValueError(f"mask of {name!r} is {form}: it must be torch.bool {list(like.shape)}, True = kept")
 
 
 def named_masks(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -116,15 +116,15 @@ def apply_masks(module: nn.Module, *, recurse: bool = True) -> None:
     Whoever reads a weight as an attribute of its module gets it so, where anything can see that something has written
     to it. Call this after writes that nothing can see: through NumPy, DLPack or another process that shares the memory.
     """
-    renew_all_zeros(module, recurse=recurse)
+    rezero_all(module, recurse=recurse)
 
 
-def renew_all_zeros(module: nn.Module, *, recurse: bool = True, tell: bool = True) -> None:
+def rezero_all(module: nn.Module, *, recurse: bool = True, tell: bool = True) -> None:
     """`apply_masks`; ``tell``: with a warning of what is lost."""
     for child in module.modules() if recurse else [module]:
         if isinstance(child, SparseModule):
             for name, mask in _own_masks(child):
-                renew_zeros(stored(child, name), mask, child, name, tell=tell)
+                rezero(stored(child, name), mask, child, name, tell=tell)
 
 
 def remove_masks(module: nn.Module, names: Container[str] | None = None) -> None:
@@ -141,7 +141,7 @@ def remove_masks(module: nn.Module, names: Container[str] | None = None) -> None
                 if names is None or full_name(path, name) in names:
                     delattr(child, name + SUFFIX)
                     unwatch(child._parameters.get(name), child)
-                    child.masked_names = tuple(each for each in child.masked_names if each != name)
+                    child.masked_names = tuple(masked for masked in child.masked_names if masked != name)
                     _hide_from_save_pretrained(module, full_name(path, name) + SUFFIX, hidden=False)
     for _, child in sparse:
         if any(_own_masks(child)):
@@ -167,17 +167,16 @@ def without_masks(module: nn.Module) -> Iterator[None]:
     finally:
         for child, names in before.items():
             child.masked_names = names
-        renew_all_zeros(module, tell=False)
+        rezero_all(module, tell=False)
 
 
-def let_gradients_through(module: nn.Module, through: bool, names: Container[str]) -> None:
-    """Whether gradients reach pruned places, as `faint_gradient` makes them: those of the masked parameters of these
-    full names."""
+def pass_pruned_gradients(module: nn.Module, through: bool, names: Container[str]) -> None:
+    """Switch whether gradients reach the pruned places of these masked parameters, as `faint_gradient` makes them."""
     for path, child in module.named_modules():
         if isinstance(child, SparseModule):
-            own = {param for param in child.masked_names if full_name(path, param) in names}
-            others = set(child.faint_parameters) - own
-            child.faint_parameters = tuple(sorted(others | own if through else others))
+            chosen = {param for param in child.masked_names if full_name(path, param) in names}
+            others = set(child.faint_parameters) - chosen
+            child.faint_parameters = tuple(sorted(others | chosen if through else others))
 
 
 def attach_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> torch.utils.hooks.RemovableHandle:
@@ -197,7 +196,7 @@ def attach_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> torc
 
     @torch.no_grad()
     def reapply(*_: Any) -> None:
-        renew_all_zeros(model, tell=False)
+        rezero_all(model, tell=False)
         for name, mask in named_masks(model):
             zero_state(optimizer, _find_parameter(model, name)[2], mask)
 
@@ -249,7 +248,7 @@ class SparseModule(nn.Module):
     """Mixin of every sparse module; ``base`` is the class that the module had and gets back on export.
 
     ``masked_names`` are the parameters that carry a mask, in the module that `set_mask` found at ``masked_path``.
-    ``faint_parameters`` are those of them whose gradients reach pruned places (`let_gradients_through`). ``told`` are
+    ``faint_parameters`` are those of them whose gradients reach pruned places (`pass_pruned_gradients`). ``told`` are
     those of which `_tell` has warned. ``mask_sizes``: in a copy of a module, how many weights each mask keeps.
     """
 
@@ -267,7 +266,7 @@ class SparseModule(nn.Module):
         return super().train(mode)
 
     def count_kept(self, *, copied: bool = False) -> None:
-        """A mask was set, or the module has been ``copied``."""
+        """Remember how many weights each mask keeps, in a module that has been ``copied``, now or before."""
         if copied or self.mask_sizes is not None:
             masks = [(name, mask) for name, mask in _own_masks(self) if not mask.is_meta]
             self.mask_sizes = {name: int(mask.count_nonzero()) for name, mask in masks}
@@ -322,8 +321,8 @@ class SparseModule(nn.Module):
     def extra_repr(self) -> str:
         parts = [super().extra_repr()]
         for name, mask in _own_masks(self):
-            share = "?" if mask.is_meta else f"{1 - mask.count_nonzero().item() / max(mask.numel(), 1):.1%}"
-            parts.append(f"{name}: {share} zeros")
+            zeros = "?" if mask.is_meta else f"{1 - mask.count_nonzero().item() / max(mask.numel(), 1):.1%}"
+            parts.append(f"{name}: {zeros} zeros")
         return ", ".join(filter(None, parts))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -380,8 +379,8 @@ def _swap(module: nn.Module) -> None:
 
 def _refuse_replaced_forward(module: nn.Module) -> None:
     if "forward" in module.__dict__ and not _has_bound_forward(module):
-        what = f"the forward of this {type(module).__name__} was replaced on the instance"
-        raise ValueError(f"{what}: put it into a subclass, where a mask reaches it, or give enforce=False")
+        problem = f"the forward of this {type(module).__name__} was replaced on the instance"
+        raise ValueError(f"{problem}: put it into a subclass, where a mask reaches it, or give enforce=False")
 
 
 def _has_bound_forward(module: nn.Module) -> bool:
@@ -429,8 +428,8 @@ def _forward_linear(self: SparseModule, *args: Any, **kwargs: Any) -> Any:
     if recorded or not plain or mask is None or not isinstance(weight, MaskedParameter):
         return _forward(self, *args, **kwargs)
     bias: Any = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401 (`get` would look up both)
-    if not torch.is_grad_enabled() and holds_zeros(weight, mask):
-        return F.linear(args[0], weight.zeroed.plain, bias)  # type: ignore[union-attr]  # set: `holds_zeros`
+    if not torch.is_grad_enabled() and is_zeroed(weight, mask):
+        return F.linear(args[0], weight.zeroed.plain, bias)  # type: ignore[union-attr]  # set: `is_zeroed`
     whole = self.faint_parameters or is_recorded(weight)
     if torch.is_grad_enabled() and weight.requires_grad and not whole:
         return F.linear(args[0], _CutInPlace.apply(_masked(self, "weight", weight), mask), bias)
@@ -438,13 +437,13 @@ def _forward_linear(self: SparseModule, *args: Any, **kwargs: Any) -> Any:
 
 
 def _masked(module: SparseModule, name: str, weight: Any) -> Any:
-    """What reads a weight: itself, zero at pruned places, with gradients that are cut; or else a masked copy.
+    """The weight that a reader gets: itself, zero at pruned places, with gradients that are cut; or else a masked copy.
 
     - A Parameter is zeroed in its own memory, and a hook on it cuts its gradient. A masked copy would stay alive until
       the backward pass, for every layer.
     - In a graph that runs later a masked copy is made; of a compiled one, once more in the backward pass.
-    - Tensors that are no Parameter belong to the caller (functional_call), and so do Parameters without a gradient
-      that are not the module's own: a masked copy is freed after the call.
+    - Tensors that are no Parameter belong to the caller (functional_call), and so do Parameters without a gradient that
+      are not the module's own: a masked copy is freed after the call.
     """
     own_mask = module._buffers.get(name + SUFFIX)
     if own_mask is None or weight is None:
@@ -460,12 +459,12 @@ def _masked(module: SparseModule, name: str, weight: Any) -> Any:
         return checkpoint(masked_copy, weight, own_mask, use_reentrant=False, preserve_rng_state=False)
     if not isinstance(weight, nn.Parameter):
         return masked_copy(weight, mask_like(own_mask, weight))
-    if weight.is_meta or hold_zeros(weight, own_mask, module, name):
+    if weight.is_meta or ensure_zeroed(weight, own_mask, module, name):
         return weight
     trained = torch.is_grad_enabled() and weight.requires_grad
     if trained or is_sharded(weight) or module in vars(weight).get("cuts", ()):
         cut_gradient(weight, module, name)
-        renew_zeros(weight, own_mask, module, name)
+        rezero(weight, own_mask, module, name)
         return weight
     return nn.Parameter(masked_copy(weight, mask_like(own_mask, weight)).detach(), weight.requires_grad)
 
@@ -511,7 +510,7 @@ class MaskedParameter(nn.Parameter):
     @property
     def data(self) -> Tensor:  # type: ignore[override]  # torch declares an attribute
         self.zeroed = None
-        return memory(self)
+        return raw_data(self)
 
     @data.setter
     def data(self, value: Tensor) -> None:
@@ -561,13 +560,13 @@ def unwatch(weight: Tensor | None, holder: nn.Module) -> None:
             object.__setattr__(weight, "__class__", nn.Parameter)
 
 
-def hold_zeros(weight: Tensor, mask: Tensor, holder: SparseModule, name: str, *, tell: bool = True) -> bool:
+def ensure_zeroed(weight: Tensor, mask: Tensor, holder: SparseModule, name: str, *, tell: bool = True) -> bool:
     """Make sure that a weight is zero wherever ``mask`` (True = kept) is False -> whether it is now.
 
     It is zeroed in place, once, unless it may not be written to: it belongs to somebody else, who has put it into
     ``holder`` for a call, or the call is recorded and runs again later.
     """
-    if holds_zeros(weight, mask):
+    if is_zeroed(weight, mask):
         return True
     if (
         not isinstance(weight, MaskedParameter)
@@ -582,14 +581,14 @@ def hold_zeros(weight: Tensor, mask: Tensor, holder: SparseModule, name: str, *,
     versions = mask._version, weight._version  # taken first: a write meanwhile is seen at the next forward
     if tell:
         _tell(weight, mask, holder, name)
-    write_zeros(memory(weight), mask)
+    write_zeros(raw_data(weight), mask)
     if weight.grad is None:  # no fused step can follow, which does not count
         # with a Parameter's flag, for autocast keeps the casts of tensors that require a gradient, until it ends
-        weight.zeroed = Zeroed(mask, *versions, memory(weight).requires_grad_(weight.requires_grad))
+        weight.zeroed = Zeroed(mask, *versions, raw_data(weight).requires_grad_(weight.requires_grad))
     return True
 
 
-def holds_zeros(weight: Tensor, mask: Tensor) -> bool:
+def is_zeroed(weight: Tensor, mask: Tensor) -> bool:
     """Whether nothing can have written to a weight since it was zeroed where ``mask`` is False."""
     zeroed: Zeroed | None = getattr(weight, "zeroed", None)
     return (
@@ -610,23 +609,23 @@ def _tell(weight: MaskedParameter, mask: Tensor, holder: SparseModule, name: str
     stepped, weight.looked_at = weight.looked_at != weight.backwards, weight.backwards
     if name in holder.told or (stepped and weight.backwards & (weight.backwards - 1)):
         return
-    values = memory(weight)
+    values = raw_data(weight)
     lost = torch.where(mask, 0, values)
     rounding = torch.finfo(values.dtype).eps * values.abs().max()
     if count := int(((lost != 0) & ~(lost.abs() <= rounding)).sum()):
         holder.told = (*holder.told, name)
-        what = f"{count} values, up to {float(lost.abs().max()):.3g}, were written to pruned places of"
+        loss = f"{count} values, up to {float(lost.abs().max()):.3g}, were written to pruned places of"
         where = "'What masks throw away' in docs/training.md"
-        warnings.warn(f"{what} {full_name(holder.masked_path, name)!r} and are lost: see {where}", stacklevel=2)
+        warnings.warn(f"{loss} {full_name(holder.masked_path, name)!r} and are lost: see {where}", stacklevel=2)
 
 
-def renew_zeros(weight: Tensor, mask: Tensor, holder: SparseModule, name: str, *, tell: bool = True) -> None:
-    """Zero a weight wherever ``mask`` is False, in place, whatever is known of it."""
+def rezero(weight: Tensor, mask: Tensor, holder: SparseModule, name: str, *, tell: bool = True) -> None:
+    """Zero a weight wherever ``mask`` is False, in place, even if it seems to be zeroed."""
     if isinstance(weight, MaskedParameter):
         weight.zeroed = None
-    if not hold_zeros(weight, mask, holder, name, tell=tell):
+    if not ensure_zeroed(weight, mask, holder, name, tell=tell):
         with torch.inference_mode(weight.is_inference()):  # such tensors can only be written to in inference mode
-            write_zeros(memory(weight), mask_like(mask.to(weight.device), weight))
+            write_zeros(raw_data(weight), mask_like(mask.to(weight.device), weight))
 
 
 def is_recorded(weight: Tensor) -> bool:
@@ -640,7 +639,7 @@ def is_recorded(weight: Tensor) -> bool:
     )
 
 
-def memory(weight: Tensor) -> Tensor:
+def raw_data(weight: Tensor) -> Tensor:
     """The weight's memory, as a tensor of its own: what is written to it does not count as a write to the weight.
 
     A backward pass that is still to come may use a weight that was zeroed this way: its forward used these zeros.
@@ -717,8 +716,8 @@ def _cut(holder: Callable[[], Any], name: str, gradient: Tensor) -> Tensor | Non
         return _masked_sparse(gradient, mask)
     if name in module.faint_parameters:
         return faint_gradient(gradient, mask_like(mask, gradient))
-    of, *versions = getattr(gradient, "masked", (None,))
-    if of is mask and versions == [mask._version, gradient._version]:
+    masked_by, *versions = getattr(gradient, "masked", (None,))
+    if masked_by is mask and versions == [mask._version, gradient._version]:
         return None
     mask = mask_like(mask, gradient)
     if torch.is_grad_enabled() or is_sharded(gradient) or is_recorded(gradient):

@@ -17,7 +17,7 @@ from modelopt_sparse.model.devices import parts_of
 Which = str | int | Callable[[Any], Tensor]
 Divergence = str | Callable[[Tensor, Tensor], Tensor]
 # divergence -> what a figure of it is called, and its unit
-NAMES = {"kl": ("KL", "nats"), "squared": ("squared error", "variances"), "bernoulli": ("Bernoulli KL", "nats")}
+DIVERGENCES = {"kl": ("KL", "nats"), "squared": ("squared error", "variances"), "bernoulli": ("Bernoulli KL", "nats")}
 
 
 class OutputError(ValueError):
@@ -28,18 +28,19 @@ def check_output(output: Any, divergence: Any) -> None:
     """Raise ValueError unless these are what the options of these names allow."""
     if not (output is None or isinstance(output, str) or is_whole(output, 0) or callable(output)):
         raise ValueError(f"output={shown(output)}: give a name, an index, or a function from the output to a tensor")
-    if not (divergence is None or divergence in NAMES or callable(divergence)):
-        raise ValueError(f"divergence={shown(divergence)}: give {', '.join(NAMES)}, or a function of (dense, sparse)")
+    if not (divergence is None or divergence in DIVERGENCES or callable(divergence)):
+        allowed = f"{', '.join(DIVERGENCES)}, or a function of (dense, sparse)"
+        raise ValueError(f"divergence={shown(divergence)}: give {allowed}")
 
 
 def name_of(function: Any) -> Any:
-    """What reports call a function; anything else as it is."""
+    """The name of a function, for reports; anything else as it is."""
     return getattr(function, "__name__", type(function).__name__) if callable(function) else function
 
 
 def in_words(name: str | None) -> tuple[str, str]:
     """(what a figure of the divergence of this name is called, its unit). None: "kl"."""
-    return NAMES.get(name or "kl", (f"divergence {name}", "its own unit"))
+    return DIVERGENCES.get(name or "kl", (f"divergence {name}", "its own unit"))
 
 
 def _is_usable(x: Any) -> bool:
@@ -77,8 +78,8 @@ class Output:
         values: Any = counting[0] if len(counting) == 1 else None
         if not _is_usable(values):
             holds = ", ".join(f"{name!r} {list(x.shape)}" for name, x in numbers.items()) or "no tensor of numbers"
-            what = f"a {type(output).__name__} with no {'logits' if which is None else shown(name_of(which))}"
-            raise OutputError(f"the output is {what} but {holds}: give output=, a name, an index, or a function of it")
+            form = f"a {type(output).__name__} with no {'logits' if which is None else shown(name_of(which))}"
+            raise OutputError(f"the output is {form} but {holds}: give output=, a name, an index, or a function of it")
         is_logits, classes = values is logits, values.dim() > 1 and values.shape[-1] > 1
         by = by or ("kl" if is_logits and classes and values.dim() < 4 else "squared")
         if by == "kl" and not classes:
@@ -92,14 +93,14 @@ class Output:
         return cls(values, by, is_logits, token_mask)
 
     def _real(self, x: Tensor) -> Tensor:
-        """Of x, whose first axes are those of the values, what is no padding. There is a value for each token where
-        there are more than two axes, or as many rows as tokens: ``[batch, hidden]`` are samples, whatever the sizes."""
+        """Drop padding from x, whose first axes are those of the values. There is a value for each token where there
+        are more than two axes, or as many rows as tokens: ``[batch, hidden]`` are samples, whatever the sizes."""
         mask, axes = self.token_mask, self.values.dim() - (self.by != "kl")
         rows = x.flatten(0, 1) if mask is not None and axes > 2 and mask.shape == x.shape[:2] else x
         return rows[mask.flatten().to(x.device, torch.bool)] if mask is not None and len(rows) == mask.numel() else x
 
     def apart(self, sparse: "Output") -> Tensor:
-        """How far ``sparse`` is from this dense output, for each row ``[T]``; of "squared" the square of each number,
+        """Distance of ``sparse`` from this dense output, for each row ``[T]``; of "squared" the square of each number,
         not yet in parts of the variance. The gradient is that of ``sparse``."""
         p, q = self._real(self.values).to(sparse.values.device), sparse._real(sparse.values)
         if p.shape != q.shape:
@@ -112,12 +113,12 @@ class Output:
         return kl_divergence(p.flatten(0, -2), q.flatten(0, -2))
 
     def sums(self, sparse: "Output") -> list[float]:
-        """Sums of how far ``sparse`` is, which batches add up: see `relative`."""
+        """Sums of how far ``sparse`` is, to be added up over batches: see `relative`."""
         rows = self.apart(sparse)
         return [float(rows.sum(dtype=torch.float64)), *self.moments(len(rows))]
 
     def moments(self, rows: int) -> list[float]:
-        """What divergences are relative to: so many rows, or of "squared" [squares, sum, number] of the values."""
+        """Sums that divergences are relative to: [rows], or of "squared" [squares, sum, number] of the values."""
         if self.by != "squared":
             return [float(rows)]
         wide = self._real(self.values.detach()).double()
@@ -129,23 +130,23 @@ class Output:
         and sqrt(2) (Gauss-Newton). ``first``: the row of the batch that these values begin with."""
         rows, generator = self.values.flatten(0, -2), torch.Generator().manual_seed(seed)
         before = first * len(rows) // max(len(self.values), 1)
-        places = torch.rand(before + len(rows), generator=generator, dtype=torch.float64)[before:].to(rows.device)
+        uniforms = torch.rand(before + len(rows), generator=generator, dtype=torch.float64)[before:].to(rows.device)
         if self.values.shape[-1] == 1:
-            each = rows[:, 0].float() * torch.where(places < 0.5, -(2**0.5), 2**0.5).float()
+            losses = rows[:, 0].float() * torch.where(uniforms < 0.5, -(2**0.5), 2**0.5).float()
         else:
-            each = nn.functional.cross_entropy(rows.float(), drawn(rows.detach(), places), reduction="none")
-        return self._real(each.view(self.values.shape[:-1])).flatten()
+            losses = nn.functional.cross_entropy(rows.float(), drawn(rows.detach(), uniforms), reduction="none")
+        return self._real(losses.view(self.values.shape[:-1])).flatten()
 
 
 def relative(sums: Sequence[float]) -> float:
-    """The divergence of what `Output.sums` have been added up to."""
+    """The divergence that added-up `Output.sums` give."""
     return sums[0] / max(size_of(sums[1:]), torch.finfo(torch.float32).tiny)
 
 
 def size_of(moments: Sequence[float]) -> float:
-    """What divergences are relative to: how many rows, or the sum of squared deviations from the mean."""
-    size, *more = moments
-    return max(size - more[0] ** 2 / max(more[1], 1), 0.0) if more else size
+    """The number that divergences are relative to: rows, or the sum of squared deviations from the mean."""
+    size, *rest = moments
+    return max(size - rest[0] ** 2 / max(rest[1], 1), 0.0) if rest else size
 
 
 def drawn(logits: Tensor, uniforms: Tensor) -> Tensor:
@@ -161,7 +162,7 @@ def drawn(logits: Tensor, uniforms: Tensor) -> Tensor:
 
 
 # numbers of a piece: on the CPU so few that they stay in its cache, elsewhere so many that launching is no cost
-ON_THE_CPU, ELSEWHERE = 2**18, 2**24
+CPU_PIECE, DEVICE_PIECE = 2**18, 2**24
 
 
 def kl_divergence(logits_p_TV: Tensor, logits_q_TV: Tensor, *, temperature: float = 1.0) -> Tensor:
@@ -214,7 +215,7 @@ def _log_probabilities(p: Tensor, q: Tensor, temperature: float) -> tuple[Tensor
 
 
 def _rows_of_a_piece(logits_TV: Tensor) -> int:
-    size = ON_THE_CPU if logits_TV.device.type == "cpu" else ELSEWHERE
+    size = CPU_PIECE if logits_TV.device.type == "cpu" else DEVICE_PIECE
     return max(1, size // logits_TV.shape[-1])
 
 

@@ -11,7 +11,7 @@ from modelopt_sparse.methods.patterns import Pattern, Unstructured, parse_patter
 from modelopt_sparse.reports.text import nearest
 
 BUDGET_UNITS = ("zeros", "bytes", "flops")
-NUMBER = re.compile(r"\s*(\d+\.?\d*(?:[eE][+-]?\d+)?|\.\d+)\s*(%?)\s*(\w+)\s*")
+BUDGET_TEXT = re.compile(r"\s*(\d+\.?\d*(?:[eE][+-]?\d+)?|\.\d+)\s*(%?)\s*(\w+)\s*")
 DENSE, AUTO = "dense", "auto"
 LEVELS, MAX_BUDGET_SPARSITY = (DENSE, *(f"{level}%" for level in range(20, 85, 5))), 0.8
 
@@ -43,7 +43,7 @@ def parse_budget(value: Any, units: Collection[str] = BUDGET_UNITS) -> Budget | 
         return value
     if not isinstance(value, str):
         raise TypeError(f"budget={value!r}: give text, such as '35% {min(units)}'")
-    match = NUMBER.fullmatch(value)
+    match = BUDGET_TEXT.fullmatch(value)
     if match is None:
         raise ValueError(f"budget={value!r}: say how much, and of what ({', '.join(units)}): '35% {min(units)}' or so")
     amount, percent, unit = Fraction(match[1]), bool(match[2]), match[3]
@@ -61,15 +61,15 @@ def parse_budget(value: Any, units: Collection[str] = BUDGET_UNITS) -> Budget | 
 
 def zeros_of(pattern: Unstructured) -> tuple[Budget, tuple[Pattern | None, ...]]:
     """An optional budget of as many zeros as a pattern has, and LEVELS with its scope."""
-    levels = (replace(pattern, sparsity=each.sparsity) for each in map(parse_pattern, LEVELS[1:]))
-    return Budget("zeros", Fraction(str(pattern.sparsity)), of_dense=True, optional=True), (None, *levels)
+    patterns = (replace(pattern, sparsity=parsed.sparsity) for parsed in map(parse_pattern, LEVELS[1:]))
+    return Budget("zeros", Fraction(str(pattern.sparsity)), of_dense=True, optional=True), (None, *patterns)
 
 
 def parse_choices(value: Any, where: str = "choices") -> tuple[Pattern | None, ...]:
     """Patterns, and "dense" (None), from a list, or text with commas, of what ``pattern=`` takes; at least one is a
     pattern."""
     if isinstance(value, str):
-        value = [each.strip() for each in value.split(",")]
+        value = [part.strip() for part in value.split(",")]
     if not isinstance(value, Iterable):
         raise TypeError(f"{where}={value!r}: give a list, such as ['dense', '2:4']")
     parsed = [*map(parse_choice, value)]

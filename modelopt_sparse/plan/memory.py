@@ -47,15 +47,15 @@ def estimated(
       or experts go: of `shrink_checkpoint`), with the model, by place; {} for a model without blocks.
     """
     text, reconstruct, distill = text_config_of(model), config.reconstruct, config.distill
-    window, own = config.seq_len or default_seq_len(model), config.self_data
-    if own == "auto":
-        own = OWN_WINDOWS * config.num_samples if writes_text(model) and config.split_data else 0
-    tokens = (config.num_samples + int(own)) * window if config.holds_text else 0  # 0: not known before they are read
+    window, added = config.seq_len or default_seq_len(model), config.self_data
+    if added == "auto":
+        added = OWN_WINDOWS * config.num_samples if writes_text(model) and config.split_data else 0
+    tokens = (config.num_samples + int(added)) * window if config.holds_text else 0  # 0: not known before they are read
     calibrated = takers is not None or any(layer_plan.calibrated for layer_plan in planned)
-    widens, said = calibrated and config.widens(model), experts_per_token(model)
-    layers = [_of_layer(layer_plan, config, said, widens=widens) for layer_plan in planned]
+    widens, per_token = calibrated and config.widens(model), experts_per_token(model)
+    layers = [_layer_bytes(layer_plan, config, per_token, widens=widens) for layer_plan in planned]
     if takers is not None:
-        layers = [_of_choice(layer, each, takers, said) for layer, each in zip(layers, planned)]
+        layers = [_choice_bytes(layer, layer_plan, takers, per_token) for layer, layer_plan in zip(layers, planned)]
         tokens = 0 if config.data_loader is not None else config.num_samples * window
     # layers outside of the blocks count each by itself, or all as one more block
     largest = _largest(layers, [x.name if x.block is None else x.block for x in planned])
@@ -68,8 +68,8 @@ def estimated(
         "solver_workspace": max(layer["workspace"] for layer in layers),
     }
     if widens:  # modules that are held in float32, each for the length of a call
-        sizes = grouped(planned, lambda layer_plan: layer_plan.layer.owner).values()
-        memory["layer_in_float32"] = max(sum(BYTES_PER_SUM * each.size for each in of_module) for of_module in sizes)
+        by_module = grouped(planned, lambda layer_plan: layer_plan.layer.owner).values()
+        memory["layer_in_float32"] = BYTES_PER_SUM * max(sum(x.size for x in plans) for plans in by_module)
     if config.enforce:
         memory["masks"] = in_all["masks"]
     if reconstruct is not None:
@@ -84,12 +84,12 @@ def estimated(
         # the best values so far, and what the dense model's output head was called with
         memory["distillation_on_the_host"] = in_all["best"] + tokens * hidden
     activations = activation_copies(config) * hidden if calibrated else 0
-    of_tokens = {"routed_tokens_of_one_block": largest["routed"], "cached_activations": activations}
+    token_bytes = {"routed_tokens_of_one_block": largest["routed"], "cached_activations": activations}
     if reconstruct is not None and reconstruct.tries:  # what the dense model's output head was called with, on the host
-        of_tokens["outputs_held_back"] = hidden // HELD_BACK_FOR_OUTPUTS
-    for part, of_token in of_tokens.items():
-        if tokens and of_token:
-            memory[part] = tokens * of_token
+        token_bytes["outputs_held_back"] = hidden // HELD_BACK_FOR_OUTPUTS
+    for part, size in token_bytes.items():
+        if tokens and size:
+            memory[part] = tokens * size
     # how many tokens a data_loader, a forward_loop or a processor yields is not known yet; a streamed model writes none
     known = calibrated and config.data_loader is None and config.forward_loop is None and config.processor is None
     return memory, _streamed(model, stacks, config, memory, together, activations, window if known else None)
@@ -100,23 +100,23 @@ def _streamed(
     stacks: Sequence[Stack],
     config: SparsifyConfig,
     memory: Mapping[str, int],
-    of_a_block: Mapping[str, int],
+    block_sums: Mapping[str, int],
     activations: int,
     window: int | None,
 ) -> dict[str, dict[str, int]]:
     """Place -> part -> bytes of a run of `sparsify_checkpoint`. ``activations``: bytes of a token."""
-    own = own_parameters(model, (name for stack in stacks for name in stack.names))
-    if "" in own:
+    by_block = parameters_by_block(model, (name for stack in stacks for name in stack.names))
+    if "" in by_block:
         return {}
-    of_blocks = [sum(parameter.nbytes for parameter in of_block.values()) for of_block in own.values()]
-    largest = max(of_blocks)
-    outside = sum(x.nbytes for x in (*model.parameters(), *model.buffers())) - sum(of_blocks)
-    masks = of_a_block["size"] if config.enforce else 0
+    sizes = [sum(parameter.nbytes for parameter in parameters.values()) for parameters in by_block.values()]
+    largest = max(sizes)
+    outside = sum(x.nbytes for x in (*model.parameters(), *model.buffers())) - sum(sizes)
+    masks = block_sums["size"] if config.enforce else 0
     held, batch = {}, 0
     if window is not None:
         held = {"activations": activations * config.num_samples * window}
         windows = config.windows_per_batch(config.num_samples, window, config.device or input_device(model))
-        batch = min(config.num_samples, windows) * window * of_a_block["batch"]
+        batch = min(config.num_samples, windows) * window * block_sums["batch"]
     # they share it, one after the other: a batch runs through the block, a layer is solved, the block is tuned
     workspace = max(memory["solver_workspace"], memory.get("reconstruction_of_one_block", 0), batch)
 
@@ -133,17 +133,18 @@ def _streamed(
 
 
 def experts_at_once(layer_plan: LayerPlan, config: SparsifyConfig) -> int | None:
-    """How many experts of a mixture are solved together under ``memory_limit``; None if all of them are, or no mixture.
+    """Number of experts of a mixture that are solved together under ``memory_limit``; None if all are, or it is no
+    mixture.
 
     Raises ValueError if not even one fits.
     """
     if config.memory_limit is None or not layer_plan.routed:
         return None
-    each = sum(_of_a_matrix(layer_plan))
-    if each > config.memory_limit:
-        problem = f"one expert takes {each:,} bytes, more than memory_limit={config.memory_limit:,}"
+    expert_bytes = sum(_matrix_bytes(layer_plan))
+    if expert_bytes > config.memory_limit:
+        problem = f"one expert takes {expert_bytes:,} bytes, more than memory_limit={config.memory_limit:,}"
         raise ValueError(f"layer {layer_plan.name!r}: {problem}: raise it, or use a method that needs no Gram matrix")
-    fit = config.memory_limit // each
+    fit = config.memory_limit // expert_bytes
     return None if fit >= layer_plan.shape[0] else fit
 
 
@@ -154,26 +155,27 @@ def experts_per_token(model: nn.Module) -> int | None:
 
 
 def lacking(plan: Plan, config: SparsifyConfig) -> str | None:
-    """Which layers need more at once than there is on their device, whatever else is freed and however small their
-    pieces, and what to do: room for the sums of their inputs, and beside those of a matrix for what `sparsegpt`, `alps`
-    and polish make of them: the damped Gram matrix, and two more on the way to its factor, or to the scaled one."""
+    """Say which layers need more at once than their device has, whatever else is freed and however small their pieces,
+    and what to do. They need room for the sums of their inputs, and beside those of a matrix for what `sparsegpt`,
+    `alps` and polish make of them: the damped Gram matrix, and two more on the way to its factor, or to the scaled
+    one."""
     short = []
     for layer_plan in plan.layers:
-        place = config.device or input_device(layer_plan.layer.owner)
+        device = config.device or input_device(layer_plan.layer.owner)
         solver = layer_plan.choices or "polish" in layer_plan.steps or layer_plan.method.name in ("sparsegpt", "alps")
         apart = layer_plan.layer.adapter is CONV or (layer_plan.routed and layer_plan.at_once is None)
-        least = _of_a_matrix(layer_plan)[0] * ((3 if solver else 0) + (layer_plan.matrices if apart else 1))
-        if least > (most := bytes_of(place)[0]):
-            short.append(f"{layer_plan.name} takes {least:,} bytes at once, {place} has {most:,.0f}")
+        least = _matrix_bytes(layer_plan)[0] * ((3 if solver else 0) + (layer_plan.matrices if apart else 1))
+        if least > (most := bytes_of(device)[0]):
+            short.append(f"{layer_plan.name} takes {least:,} bytes at once, {device} has {most:,.0f}")
     advice = "exclude such layers, or give them a method without Gram matrices: rules={'NAME': {'method': 'wanda'}}"
     return f"more memory than there is for {len(short)} layers: {first_few(short)}: {advice}" if short else None
 
 
 def tight(plan: Plan, config: SparsifyConfig) -> str | None:
-    """Where a run may take more than is free now, and what to do."""
+    """Say where a run may take more than is free now, and what to do."""
     layer = plan.layers[0].layer
-    place = str(config.device or input_device(layer.owner))
-    for name, parts in (plan.streamed if plan.streamed and layer.values.is_meta else {place: plan.memory}).items():
+    device = str(config.device or input_device(layer.owner))
+    for name, parts in (plan.streamed if plan.streamed and layer.values.is_meta else {device: plan.memory}).items():
         _, free = bytes_of(torch.device("cpu" if name == HOST else name))
         if (most := sum(parts.values())) > free:
             sizes = f"takes {most:,} bytes at most on {name}, where {max(free, 0):,.0f} are free"
@@ -192,20 +194,20 @@ def activation_copies(config: SparsifyConfig) -> int:
 # parts ----------------------------------------------------------------------------------------------------------------
 
 
-def _of_layer(layer_plan: LayerPlan, config: SparsifyConfig, said: int | None, *, widens: bool) -> dict[str, int]:
-    """Part -> bytes of one layer; "routed" and "batch" -> bytes of one token in it."""
+def _layer_bytes(layer_plan: LayerPlan, config: SparsifyConfig, chosen: int | None, *, widens: bool) -> dict[str, int]:
+    """Part -> bytes of one layer; "routed" and "batch" -> bytes of one token in it. ``chosen``: experts per token."""
     *_, rows, columns = layer_plan.shape
     layer, matrices, size = layer_plan.layer, layer_plan.matrices, layer_plan.size
     value, number = layer.parameter.element_size(), _bytes_per_number(layer_plan)
-    statistics, solver = _of_a_matrix(layer_plan)
+    statistics, solver = _matrix_bytes(layer_plan)
     workspace, routed = matrices * solver, 0
     if layer_plan.at_once is not None:  # an expert's Gram matrix is made when it is solved, from its rows
         workspace = layer_plan.at_once * (statistics + solver)
         statistics = min(statistics, number * columns)
         if _needs(layer_plan) == "gram":
-            routed = (1 if layer.adapter is UP else said or matrices) * columns * value
+            routed = (1 if layer.adapter is UP else chosen or matrices) * columns * value
     # a token goes through all matrices, or through some of the experts
-    through = said or matrices if layer_plan.routed else matrices
+    through = chosen or matrices if layer_plan.routed else matrices
     remaining = round(size * (1 - layer_plan.pattern.sparsity))
     moment = 2 if config.distill is not None and config.distill.moments == "bfloat16" else number
     return {
@@ -222,12 +224,14 @@ def _of_layer(layer_plan: LayerPlan, config: SparsifyConfig, said: int | None, *
     }
 
 
-def _of_choice(
-    layer: Mapping[str, int], layer_plan: LayerPlan, takers: Mapping[str, bool], said: int | None
+def _choice_bytes(
+    layer: Mapping[str, int], layer_plan: LayerPlan, takers: Mapping[str, bool], per_token: int | None
 ) -> dict[str, int]:
-    """The same of a layer with what it takes to choose which channels or experts stay, and to refit these, in place of
-    what a method takes."""
-    chosen = said or layer_plan.matrices
+    """Part -> bytes of one layer whose channels or experts are chosen and refit, which no method solves.
+
+    ``layer``: what `_layer_bytes` gives. ``takers``: layer name -> whether it is refit.
+    """
+    chosen = per_token or layer_plan.matrices
     layer, (*_, rows, columns) = {**layer, "statistics": 0, "workspace": 0, "routed": 0}, layer_plan.shape
     if layer_plan.name not in takers:
         return layer
@@ -246,7 +250,7 @@ def _of_choice(
     return layer
 
 
-def _of_a_matrix(layer_plan: LayerPlan) -> tuple[int, int]:
+def _matrix_bytes(layer_plan: LayerPlan) -> tuple[int, int]:
     """Bytes of the statistics of one matrix of a layer, and of what its solver holds beside them at its peak."""
     *_, rows, columns = layer_plan.shape
     needed = {"nothing": 0, "square_sums": columns, "gram": columns**2}[_needs(layer_plan)]
@@ -269,18 +273,18 @@ def _largest(layers: Sequence[Mapping[str, int]], blocks: Sequence[str | None]) 
     sums: dict[str | None, Counter[str]] = defaultdict(Counter)
     for layer, block in zip(layers, blocks):
         sums[block].update(layer)
-    return {part: max(each[part] for each in sums.values()) for part in layers[0]}
+    return {part: max(block_sums[part] for block_sums in sums.values()) for part in layers[0]}
 
 
-def own_parameters(model: nn.Module, blocks: Iterable[str]) -> dict[str, dict[str, nn.Parameter]]:
-    """Block -> the parameters that it alone holds, each under the first of its names."""
-    own: dict[str, dict[str, nn.Parameter]] = {block: {} for block in blocks}
+def parameters_by_block(model: nn.Module, blocks: Iterable[str]) -> dict[str, dict[str, nn.Parameter]]:
+    """Block -> the parameters that no other part of the model holds, each under the first of its names."""
+    by_block: dict[str, dict[str, nn.Parameter]] = {block: {} for block in blocks}
     holders: dict[nn.Parameter, dict[str, str]] = {}  # -> block, or "", -> the first name there
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        block = next((path for path in accumulate(name.split("."), "{}.{}".format) if path in own), "")
+        block = next((path for path in accumulate(name.split("."), "{}.{}".format) if path in by_block), "")
         holders.setdefault(parameter, {}).setdefault(block, name)
     for parameter, names in holders.items():
         (block, name), *others = names.items()
         if block and not others:
-            own[block][name] = parameter
-    return own
+            by_block[block][name] = parameter
+    return by_block

@@ -73,8 +73,8 @@ class Rule:
 
     def matches(self, name: str, module: torch.nn.Module) -> bool:
         """Whether the rule applies to the layer ``name``, whose weight ``module`` holds."""
-        of_type = self.type_name is None or self.type_name in (base.__name__ for base in type(module).__mro__)
-        return of_type and fnmatch.fnmatchcase(name, self.glob)
+        type_matches = self.type_name is None or self.type_name in (base.__name__ for base in type(module).__mro__)
+        return type_matches and fnmatch.fnmatchcase(name, self.glob)
 
 
 def parse_rules(rules: Any) -> tuple[Rule, ...]:
@@ -279,19 +279,19 @@ POLISH = 30  # iterations of polish=True
 ALWAYS, OF_TEXT = "always", "text"  # when a report names an option
 
 
-def option(default: Any, parse: Callable[[Any], Any] | None = None, **more: Any) -> Any:
+def option(default: Any, parse: Callable[[Any], Any] | None = None, **keywords: Any) -> Any:
     """A field of `SparsifyConfig`.
 
     parse: from what the user writes to what the option holds; None, where it is the default, stays.
     reported: ALWAYS, or OF_TEXT: where the data is text. Without it reports do not name the option.
     least: the smallest of whole numbers, if it is not 1; None: any.
     """
-    return field(default=default, metadata={"parse": parse, **more})
+    return field(default=default, metadata={"parse": parse, **keywords})
 
 
-def reported(default: Any, parse: Callable[[Any], Any] | None = None, **more: Any) -> Any:
-    """The same, always reported."""
-    return option(default, parse, reported=ALWAYS, **more)
+def reported(default: Any, parse: Callable[[Any], Any] | None = None, **keywords: Any) -> Any:
+    """An `option` that reports always name."""
+    return option(default, parse, reported=ALWAYS, **keywords)
 
 
 def _parse_tuning(make: type[Tuning], value: Any) -> Tuning | None:
@@ -537,18 +537,18 @@ class SparsifyConfig:
             raise ValueError(problem)
 
     def _share_zeros(self) -> None:
-        """What the budget "auto" stands for: as many zeros as the pattern has, or None where it is no level between
-        those that layers may have, or where something else says where zeros go."""
-        budget, pattern, of_rules = None, self.pattern, {name for rule in self.rules for name in rule.options or ()}
-        elsewhere = self.masks is not None or of_rules & {"pattern", "choices"}
+        """Put in place what the budget "auto" stands for: as many zeros as the pattern has, or None where that is no
+        sparsity between those that layers may have, or where other options say where zeros go."""
+        budget, pattern, rule_options = None, self.pattern, {name for rule in self.rules for name in rule.options or ()}
+        elsewhere = self.masks is not None or rule_options & {"pattern", "choices"}
         if isinstance(pattern, Unstructured) and 0 < pattern.sparsity < MAX_BUDGET_SPARSITY and not elsewhere:
-            budget, levels = zeros_of(pattern)
-            vars(self)["choices"] = tuple(dict.fromkeys((pattern, *(self.choices or levels))))
+            budget, choices = zeros_of(pattern)
+            vars(self)["choices"] = tuple(dict.fromkeys((pattern, *(self.choices or choices))))
         vars(self)["budget"] = budget
 
     @classmethod
     def make(
-        cls, method: Method, config: "SparsifyConfig | Mapping[str, Any] | None" = None, **more: Any
+        cls, method: Method, config: "SparsifyConfig | Mapping[str, Any] | None" = None, **keywords: Any
     ) -> "SparsifyConfig":
         """A config from a config, a mapping or None, and keywords, which win; ModelOpt's key names are translated."""
         if isinstance(config, SparsifyConfig):
@@ -557,21 +557,21 @@ class SparsifyConfig:
             options = dict(config or {})
         else:
             raise TypeError(f"config is a {type(config).__name__}: give a mapping, a SparsifyConfig or None")
-        options = {**translated(options), **translated(more)}
+        options = {**translated(options), **translated(keywords)}
         if options.get("quality") is not None:
             quality = quality_of(options["quality"], method)
-            patterns, levels = (parse_pattern(options.get("pattern", DEFAULT_PATTERN)),), options.get("choices")
+            patterns, choices = (parse_pattern(options.get("pattern", DEFAULT_PATTERN)),), options.get("choices")
             if options.get("masks") is not None:  # they leave nothing to choose by pattern
                 patterns = ()
-            elif options.get("budget") is not None and (levels is not None or "pattern" not in options):
-                patterns = parse_choices(LEVELS if levels is None else levels)
+            elif options.get("budget") is not None and (choices is not None or "pattern" not in options):
+                patterns = parse_choices(LEVELS if choices is None else choices)
             options = {**quality.options_for(patterns), **options}
         known = cls.names()
-        of_method = {key: options.pop(key) for key in list(options) if key not in known and key in method.options}
+        method_options = {key: options.pop(key) for key in list(options) if key not in known and key in method.options}
         for name in options.keys() & ELSEWHERE.keys() - method.options.keys():
             raise ValueError(f"option {name!r} is not known: give {ELSEWHERE[name]}")
         refuse_unknown(options, [*known, *method.options])
-        made = cls(**options, options=of_method)
+        made = cls(**options, options=method_options)
         used = made.budget or made.distill or (made.reconstruct and made.reconstruct.metric != "plain")
         if not used and (extra := [name for name in OF_OUTPUT if getattr(made, name) is not None]):
             raise ValueError(f"{' and '.join(extra)} go with budget=, distill= or reconstruct's metric: give one")
@@ -600,7 +600,7 @@ class SparsifyConfig:
         return default_batch_size(seq_len, device)
 
     def counts(self) -> dict[str, Any]:
-        """What counts of the model's output, and by which divergence, as far as the user says it; by names."""
+        """The options output and divergence that the user has set, by name."""
         return {name: name_of(value) for name in OF_OUTPUT if (value := getattr(self, name)) is not None}
 
     def settings(self) -> dict[str, Any]:
@@ -662,21 +662,21 @@ def _check_types(config: SparsifyConfig) -> None:
 
 
 def _problems(config: SparsifyConfig) -> Iterator[str]:
-    """What is wrong with options that do not go together."""
+    """Yield what is wrong with options that do not go together."""
     sources = [name for name in ("data_loader", "forward_loop", "data") if getattr(config, name) is not None]
-    own, loop, images = config.writes_its_data, config.forward_loop is not None, config.processor is not None
+    writes, loop, images = config.writes_its_data, config.forward_loop is not None, config.processor is not None
     reconstruct, distill, masks = config.reconstruct, config.must_distill, config.masks is not None
 
     def among(*names: str) -> str:
-        """Those of the options that are given, in words."""
+        """The names of those options that the user gave, in words."""
         return " and ".join(name for name in names if getattr(config, name))
 
     if len(sources) > 1:
         yield f"{' and '.join(sources)} are given: calibration takes one source of data, keep one"
-    if own and (images or not config.split_data):
-        other = "processor=" if images else "split_data=False"
-        yield f"data='self' is text that the model writes, the same in all processes: leave {other} out"
-    if config.data is not None and not own and config.tokenizer is None and not images:
+    if writes and (images or not config.split_data):
+        option = "processor=" if images else "split_data=False"
+        yield f"data='self' is text that the model writes, the same in all processes: leave {option} out"
+    if config.data is not None and not writes and config.tokenizer is None and not images:
         yield "data is text and needs tokenizer=, for example AutoTokenizer.from_pretrained(...)"
     if images and (config.data is None or config.tokenizer is not None):
         yield "processor= makes the model's inputs of images, or of chats with images: give data=, and no tokenizer="
@@ -691,8 +691,8 @@ def _problems(config: SparsifyConfig) -> Iterator[str]:
     if config.max_batches is not None and loop:
         yield "max_batches counts batches of data_loader or text; a forward_loop ends where it ends"
     if config.self_data not in (0, "auto") and (loop or not config.split_data):
-        other = "forward_loop" if loop else "split_data=False"
-        yield f"self_data adds text to data that all processes have, and with {other} they have none: leave one out"
+        option = "forward_loop" if loop else "split_data=False"
+        yield f"self_data adds text to data that all processes have, and with {option} they have none: leave one out"
     if not config.update and (changing := among("polish", "reconstruct", "distill")):
         setter = "" if config.quality is None else f" (set by quality={config.quality!r})"
         yield f"update=False keeps the dense values, which {changing}{setter} would change: leave one of them out"

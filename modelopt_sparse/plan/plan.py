@@ -140,7 +140,7 @@ class Plan(Printed):
 
     @property
     def blocks(self) -> list[nn.Module]:
-        """The same without their names."""
+        """The blocks of all stacks."""
         return [*self.named_blocks.values()]
 
     @property
@@ -164,8 +164,8 @@ class Plan(Printed):
         stay = [weight.name for weight in self.skipped]
         pruned = sum(layer_plan.size for layer_plan in self.layers)
         total = pruned + sum(torch.Size(weight.shape).numel() for weight in self.skipped)
-        what = counted(f"{layer_plan.recipe} {layer_plan.pattern}" for layer_plan in self.layers)
-        summary = f"{len(names)} layers with {pruned:,} of {total:,} matrix weights will be pruned: {what}."
+        recipes = counted(f"{layer_plan.recipe} {layer_plan.pattern}" for layer_plan in self.layers)
+        summary = f"{len(names)} layers with {pruned:,} of {total:,} matrix weights will be pruned: {recipes}."
         layers = rows_of("layer", names, _columns(self.layers), stay, all_rows=all_rows)
         parts = [paragraph(summary, all_rows=all_rows), layers]
         if stay:
@@ -235,8 +235,8 @@ def started_with(plan: Plan, config: SparsifyConfig) -> dict[str, Any]:
 
 
 def common_to_processes(model: nn.Module, plan: Plan, config: SparsifyConfig) -> dict[str, Any]:
-    """The same with what else all processes must have in common, the coarse ones first: the type of device, and a
-    checksum of each tensor of the model, among others."""
+    """What all processes must have in common, the coarse facts first: those of `started_with`, the type of device, and
+    a checksum of each tensor of the model, among others."""
     facts = {"the class of the model": type(model).__name__, **started_with(plan, config)}
     facts["what stays dense"] = json.dumps([weight.as_dict() for weight in plan.skipped], default=str)
     facts |= {"split_data": config.split_data, "max_batches": config.max_batches}

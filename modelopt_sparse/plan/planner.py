@@ -60,9 +60,7 @@ def plan_for(model: nn.Module, method: Method, config: SparsifyConfig) -> Plan:
 
     # each layer is planned, or stays dense like the weights that are no layers
     planned: list[LayerPlan] = []
-    skipped = [
-        Skipped(other.name, type(other.module).__name__, other.shape, _why(other, model, protected)) for other in others
-    ]
+    skipped = [Skipped(x.name, type(x.module).__name__, x.shape, _reason_for(x, model, protected)) for x in others]
     for layer in layers:
         block = block_of.get(layer.owner)
         shape = tuple(layer.matrix(layer.parameter).shape)
@@ -75,7 +73,7 @@ def plan_for(model: nn.Module, method: Method, config: SparsifyConfig) -> Plan:
         layer_method, pattern, layer_options, choices = outcome
         steps = _steps(layer, layer_method, block, config)
         needs = "gram" if "polish" in steps else layer_method.needs
-        if needs == "nothing" and config.permute and any(isinstance(each, NM) for each in (*choices, pattern)):
+        if needs == "nothing" and config.permute and any(isinstance(choice, NM) for choice in (*choices, pattern)):
             needs = "square_sums"
         within_mask = layer.mask is not None and not config.replace
         facts = layer.name, kind, shape, block, layer_method, pattern, layer_options, needs, steps, layer
@@ -85,7 +83,7 @@ def plan_for(model: nn.Module, method: Method, config: SparsifyConfig) -> Plan:
     order = {name: i for i, (name, _) in enumerate(model.named_modules())}
     skipped.sort(key=lambda weight: order.get(weight.name, order.get(weight.name.rpartition(".")[0], 0)))
     _check_planned(model, planned, skipped, config)
-    _check_levels(planned, config)
+    _check_present_masks(planned, config)
     memory, streamed = estimated(model, planned, stacks, config)
     plan = Plan(tuple(planned), tuple(skipped), memory, tuple(stacks), streamed=streamed)
     short = filter(None, (lacking(plan, config), tight(plan, config)))
@@ -105,7 +103,7 @@ def _check_names(model: nn.Module, layers: list[Layer], others: list[Unprunable]
             advice = f": {ANY_PARAMETER}" if known else nearest(name, parameters)
             raise ValueError(f"masks[{name!r}] belongs to no prunable parameter {kind}{advice}")
     names = [layer.name for layer in layers]
-    never_pruned = {name: other.reason for other in others for name in other.names}
+    never_pruned = {name: weight.reason for weight in others for name in weight.names}
     rules = [rule for rule in config.rules if rule.type_name is None]
     to_prune = [*(config.include or ()), *(rule.glob for rule in rules if rule.options is not None)]
     to_leave = [*config.exclude, *(rule.glob for rule in rules if rule.options is None)]
@@ -113,16 +111,16 @@ def _check_names(model: nn.Module, layers: list[Layer], others: list[Unprunable]
     check_globs(to_leave, [*names, *never_pruned], f"prunable layer {kind}")
 
 
-def _why(other: Unprunable, model: nn.Module, protected: Mapping[nn.Module, str]) -> str:
+def _reason_for(weight: Unprunable, model: nn.Module, protected: Mapping[nn.Module, str]) -> str:
     """Why a weight that is no layer stays dense: for want of an adapter, unless it is protected or holds codes."""
-    if not other.reason.startswith("no adapter"):
-        return other.reason
-    coded = any(holds_codes(parameter) for parameter in other.module.parameters(recurse=False))
-    kind = dense_class(other.module)
-    namesake = getattr(nn, kind.__name__, kind) is not kind  # of another library, as torch_geometric's Linear is
-    reason = other.reason.replace(kind.__name__, f"{kind.__module__}.{kind.__name__}", 1) if namesake else other.reason
+    if not weight.reason.startswith("no adapter"):
+        return weight.reason
+    coded = any(holds_codes(parameter) for parameter in weight.module.parameters(recurse=False))
+    kind, reason = dense_class(weight.module), weight.reason
+    if getattr(nn, kind.__name__, kind) is not kind:  # of another library, as torch_geometric's Linear is
+        reason = reason.replace(kind.__name__, f"{kind.__module__}.{kind.__name__}", 1)
     reason = f"{codes_in(model)}: load the model dequantized to prune it" if coded else reason
-    return protected.get(other.module, reason)
+    return protected.get(weight.module, reason)
 
 
 def _decide(
@@ -186,29 +184,29 @@ def _unless_named(layer: Layer, why: str, config: SparsifyConfig) -> str:
 def without_others(plan: Plan, reasons: Mapping[str, str], model: nn.Module, config: SparsifyConfig) -> Plan:
     """The plan, with the layers dense for which there is a reason by name, found out by running the model."""
     dense = [
-        Skipped(each.name, each.type, each.shape, _unless_named(each.layer, reasons[each.name], config))
-        for each in plan.layers
-        if each.name in reasons
+        Skipped(p.name, p.type, p.shape, _unless_named(p.layer, reasons[p.name], config))
+        for p in plan.layers
+        if p.name in reasons
     ]
-    layers, skipped = tuple(each for each in plan.layers if each.name not in reasons), (*plan.skipped, *dense)
+    layers, skipped = tuple(p for p in plan.layers if p.name not in reasons), (*plan.skipped, *dense)
     _check_planned(model, layers, skipped, config)
     return replace(plan, layers=layers, skipped=skipped)
 
 
-def _check_levels(planned: Sequence[LayerPlan], config: SparsifyConfig) -> None:
+def _check_present_masks(planned: Sequence[LayerPlan], config: SparsifyConfig) -> None:
     """Raise ValueError if a mask that a layer carries, and whose zeros stay, has more of them than the pattern."""
-    for each in planned:
-        mask, pattern, columns = _present_mask(each.layer, config), each.pattern, each.shape[-1]
+    for layer_plan in planned:
+        mask, pattern, columns = _present_mask(layer_plan.layer, config), layer_plan.pattern, layer_plan.shape[-1]
         zeros = 0 if mask is None else int((~mask).sum())
         # at its level whatever the scope: 50% of each row, rounded, may be more than 50% of the matrix
         wanted = (
-            pattern.zeros_in(each.shape)
+            pattern.zeros_in(layer_plan.shape)
             if isinstance(pattern, NM)
-            else each.size // columns * math.ceil(Fraction(str(pattern.sparsity)) * columns)
+            else layer_plan.size // columns * math.ceil(Fraction(str(pattern.sparsity)) * columns)
         )
         if zeros > wanted:
-            problem = f"{zeros / each.size:.2%} zeros in the present mask, and pattern {pattern} has fewer"
-            raise ValueError(f"layer {each.name!r}: {problem}: give one with as many, or replace=True")
+            problem = f"{zeros / layer_plan.size:.2%} zeros in the present mask, and pattern {pattern} has fewer"
+            raise ValueError(f"layer {layer_plan.name!r}: {problem}: give one with as many, or replace=True")
 
 
 def _present_mask(layer: Layer, config: SparsifyConfig) -> Tensor | None:
@@ -311,7 +309,7 @@ def _notes(model: nn.Module, planned: list[LayerPlan], config: SparsifyConfig) -
     if masked := sum(layer_plan.within_mask for layer_plan in planned):
         yield f"{masked} of the layers carry masks, whose zeros stay and count (replace=True drops the masks)"
     if config.budget is not None:
-        if config.budget.unit == "bytes" and any(each.layer.parameter.element_size() != 2 for each in planned):
+        if config.budget.unit == "bytes" and any(p.layer.parameter.element_size() != 2 for p in planned):
             yield f"bytes are those of weights in 16 bits, which {config.runtime} takes: convert the model"
         way_out = " where losses can be measured; budget=None keeps the pattern" if config.budget.optional else ""
         yield f"a budget of {config.budget} decides what each layer becomes{way_out}"
@@ -322,7 +320,7 @@ def _notes(model: nn.Module, planned: list[LayerPlan], config: SparsifyConfig) -
         why = [choice.misfit(layer_plan.layer.columns(layer_plan.layer.parameter)) for layer_plan in planned]
         if misfits := [reason for reason in why if reason]:
             yield f"choice '{choice}' is none for {len(misfits)} of {len(planned)} layers: {misfits[0]}"
-    unknown = [each.name for each in planned if not each.calibrated and each.layer.is_other() is None]
+    unknown = [p.name for p in planned if not p.calibrated and p.layer.is_other() is None]
     if unknown:
         yield f"{first_few(unknown)}: a forward of its own, which cannot be run alone to see what it computes"
     experts = [layer_plan.name for layer_plan in planned if layer_plan.routed]
@@ -341,7 +339,7 @@ DEFAULT_METHOD = "sparsegpt"
 def resolve(
     method: object, config: SparsifyConfig | Mapping[str, Any] | None, options: Mapping[str, Any]
 ) -> tuple[Method, SparsifyConfig]:
-    """What the user gave -> the method and the checked config. Without a method, ``masks`` or ``quality`` choose.
+    """Resolve the user's input to the method and the checked config. Without a method, ``masks`` or ``quality`` choose.
 
     ``mode`` among the options is ModelOpt's name for the method.
     """
@@ -392,6 +390,6 @@ def resolve_method(method: object) -> tuple[Method, tuple[Rule, ...]]:
         raise TypeError(f"method is a {type(method).__name__}: give a name ({', '.join(METHODS)}) or a Method object")
     name = ALIASES.get(method, method)
     if name not in METHODS:
-        allowed, what = [*METHODS, *ALIASES], shown(method)
-        raise ValueError(f"method {what} is not known{nearest(method, allowed)}; allowed are {', '.join(allowed)}")
+        allowed, quoted = [*METHODS, *ALIASES], shown(method)
+        raise ValueError(f"method {quoted} is not known{nearest(method, allowed)}; allowed are {', '.join(allowed)}")
     return METHODS[name], ()

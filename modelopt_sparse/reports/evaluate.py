@@ -43,20 +43,20 @@ class Evaluation:
 
     def beside_dense(self) -> str:
         """One line for the report of a sparse model, whose reference is the dense one."""
-        how = f"{self.windows} windows of {self.seq_len} tokens"
+        size = f"{self.windows} windows of {self.seq_len} tokens"
         if self.perplexity is None:
             return f"held-out batches: {self}"
         if self.reference_perplexity is None:
-            return f"held-out perplexity: sparse {self.perplexity:.3f}; {how}"
+            return f"held-out perplexity: sparse {self.perplexity:.3f}; {size}"
         return (
             f"held-out perplexity: dense {self.reference_perplexity:.3f}, sparse {self.perplexity:.3f}; "
-            f"KL from dense {self.kl:.4f} nats per token; {how}"
+            f"KL from dense {self.kl:.4f} nats per token; {size}"
         )
 
     def __str__(self) -> str:
         if self.perplexity is None:
-            what, unit = in_words(self.divergence)
-            return f"{what} from the reference {self.kl:.4f} {unit}, {self.windows} samples"
+            measure, unit = in_words(self.divergence)
+            return f"{measure} from the reference {self.kl:.4f} {unit}, {self.windows} samples"
         head = f"perplexity {self.perplexity:.3f}"
         if self.reference_perplexity is None:
             beside = " (of the dense model: not known, give it as reference)"

@@ -32,13 +32,13 @@ from torch import Tensor
 
 from modelopt_sparse.model.output import in_words
 from modelopt_sparse.reports.evaluate import TaskScore, task_scores
-from modelopt_sparse.reports.text import in_steps, product_of, write_whole
+from modelopt_sparse.reports.text import product_of, steps_text, write_whole
 from modelopt_sparse.reports.values import ERROR_FROM, LayerReport, Shrunk
 
 if TYPE_CHECKING:
     from modelopt_sparse.reports.report import Report
 
-MISSING = 'the HTML report draws with plotly, which is not installed: pip install "modelopt-sparse[report]"'
+NO_PLOTLY = 'the HTML report draws with plotly, which is not installed: pip install "modelopt-sparse[report]"'
 ARROW = "\N{RIGHTWARDS ARROW}"
 PLACES = 5  # significant digits of numbers in tables
 ROLES = 10  # lines of one figure; further roles become one line
@@ -87,7 +87,7 @@ def checked_page(path: str | Path) -> Path:
     if path.is_dir():
         raise ValueError(f"{str(path)!r} is a folder: give the path of a file to write")
     if find_spec("plotly") is None:
-        raise ValueError(MISSING)
+        raise ValueError(NO_PLOTLY)
     return path
 
 
@@ -123,12 +123,12 @@ def _page(title: str, texts: tuple[str, str], figures: Sequence[Figure | None], 
     """The whole file; plots and tables without data are left out. ``texts``: HTML that stands before and after them."""
     drawn = [figure for figure in figures if figure is not None and figure.traces]
     tables = [table for table in tables if table.heads]
-    places = "".join(
-        f'<figure id="figure-{each.key}"><h2>{escape(each.title)}</h2><figcaption>{escape(each.caption)}'
+    plots = "".join(
+        f'<figure id="figure-{figure.key}"><h2>{escape(figure.title)}</h2><figcaption>{escape(figure.caption)}'
         '</figcaption><div class="plot"></div></figure>'
-        for each in drawn
+        for figure in drawn
     )
-    rows = (f'<section class="rows" id="table-{each.key}"><h2>{escape(each.title)}</h2></section>' for each in tables)
+    rows = (f'<section class="rows" id="table-{x.key}"><h2>{escape(x.title)}</h2></section>' for x in tables)
     data = {"figures": [*map(vars, drawn)], "tables": [*map(vars, tables)]}
     script = ""
     if drawn:
@@ -141,7 +141,7 @@ def _page(title: str, texts: tuple[str, str], figures: Sequence[Figure | None], 
         title=escape(title),
         style=style,
         top=texts[0],
-        figures=f'<section class="figures">{places}</section>' if drawn else "",
+        figures=f'<section class="figures">{plots}</section>' if drawn else "",
         tables="\n".join(rows),
         bottom=texts[1],
         data=_packed(json.dumps(data, separators=(",", ":"), allow_nan=False)),
@@ -161,11 +161,11 @@ def _packed(text: str) -> str:
 def _one_run(report: "Report") -> tuple[str, str]:
     """What was done and what it cost; and notes, settings and versions."""
     cards = "".join(
-        f'<div class="card"><dt>{escape(name)}</dt><dd>{escape(value)}</dd><dd class="more">{escape(more)}</dd></div>'
-        for name, (value, more) in cost_of(report).items()
+        f'<div class="card"><dt>{escape(name)}</dt><dd>{escape(value)}</dd><dd class="more">{escape(note)}</dd></div>'
+        for name, (value, note) in cost_of(report).items()
     )
-    said = "".join(f"<p>{escape(text)}</p>" for text in report.summaries())
-    return f'{said}<dl class="cards">{cards}</dl>', _circumstances(report)
+    summaries = "".join(f"<p>{escape(text)}</p>" for text in report.summaries())
+    return f'{summaries}<dl class="cards">{cards}</dl>', _circumstances(report)
 
 
 def _two_runs(runs: Runs) -> tuple[str, str]:
@@ -175,11 +175,11 @@ def _two_runs(runs: Runs) -> tuple[str, str]:
     rows: dict[str, list[str]] = {}
     for name in {**costs[0], **costs[1]}:
         values = [map(escape, cost.get(name, ("", ""))) for cost in costs]
-        rows[name] = [f'<b>{value}</b><span class="more">{more}</span>' for value, more in values]
+        rows[name] = [f'<b>{value}</b><span class="more">{details}</span>' for value, details in values]
     top = "".join([*summaries, f"<section>{_rows(rows, titles)}</section>"])
-    both = [{key: _said(value) for key, value in {**report.settings, **report.versions}.items()} for _, report in runs]
-    said = {key: [escape(each.get(key, "")) for each in both] for key in {**both[0], **both[1]}}
-    rows = {key: cells for key, cells in said.items() if cells[0] != cells[1]}
+    both = [{key: _text(value) for key, value in {**report.settings, **report.versions}.items()} for _, report in runs]
+    compared = {key: [escape(cells.get(key, "")) for cells in both] for key in {**both[0], **both[1]}}
+    rows = {key: cells for key, cells in compared.items() if cells[0] != cells[1]}
     bottom = _section("What differs in settings and versions", _rows(rows, titles) if rows else "<p>Nothing.</p>")
     return top, bottom + "".join(_section(title, _circumstances(report)) for title, report in runs)
 
@@ -198,14 +198,14 @@ def _rows(rows: Mapping[str, Iterable[str]], heads: Sequence[str] = ()) -> str:
     return f'<div class="wide"><table>{head}{"".join(lines)}</table></div>'
 
 
-def _said(value: object) -> str:
+def _text(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
 def cost_of(report: "Report") -> dict[str, tuple[str, str]]:
     """What was done and what it cost: name -> (value, more about it)."""
     layers, blocks, measured = report.layers, report.blocks, report.evaluation
-    what, nats = in_words(report.settings.get("divergence"))
+    measure, nats = in_words(report.settings.get("divergence"))
     pruned, total = report.weights
     whole = f"; {report.sparsity * pruned / total:.2%} of all matrix weights" if total > pruned else ""
     cost = {}
@@ -219,7 +219,7 @@ def cost_of(report: "Report") -> dict[str, tuple[str, str]]:
             steps = [*shrunk.kl.items()]
             (first, before), (last, after) = steps[0], steps[-1]
             words = f"{nats}, {first} {ARROW} {last}, on calibration batches held back"
-            cost[f"{what} from the model before"] = (in_steps(before, after, arrow=ARROW), words)
+            cost[f"{measure} from the model before"] = (steps_text(before, after, arrow=ARROW), words)
     if "training" in report.settings:
         cost["training"] = (f"step {report.settings['training']['step']:,}", "of sparse training")
     if measured is not None and measured.perplexity is None:
@@ -241,10 +241,10 @@ def cost_of(report: "Report") -> dict[str, tuple[str, str]]:
         cost["error of a layer"] = (f"{mean:.4f}", f"the mean; the largest is {worst:.4f}, of {name}")
     if blocks:
         before, after = fmean(block.error_before for block in blocks), fmean(block.error_after for block in blocks)
-        cost["error of a block"] = (in_steps(before, after, arrow=ARROW), "by reconstruction, the mean")
+        cost["error of a block"] = (steps_text(before, after, arrow=ARROW), "by reconstruction, the mean")
     if (tuned := report.distillation) is not None:
         words = f"{nats}, on calibration batches that it was not tuned on"
-        cost[f"{what} by distillation"] = (in_steps(tuned.kl_before, tuned.kl_after, arrow=ARROW), words)
+        cost[f"{measure} by distillation"] = (steps_text(tuned.kl_before, tuned.kl_after, arrow=ARROW), words)
     if spent := report.time_by_part():
         parts = ", ".join(f"{part} {_duration(seconds)}" for part, seconds in spent.items())
         cost["time"] = (_duration(sum(spent.values())), parts)
@@ -273,7 +273,7 @@ def _circumstances(report: "Report") -> str:
     shown = [_section("Notes", f"<ul>{notes}</ul>")] if notes else []
     for title, values in parts.items():
         if values:
-            rows = _rows({str(key): [escape(_said(value))] for key, value in values.items()})
+            rows = _rows({str(key): [escape(_text(value))] for key, value in values.items()})
             shown.append(f"<details><summary>{escape(title)}</summary>{rows}</details>")
     return "\n".join(shown)
 
@@ -387,12 +387,12 @@ def figures_of(report: "Report", masks: Mapping[str, Tensor]) -> list[Figure | N
     timed = dict.fromkeys(step.step for layer in layers for step in layer.steps)
     spent = [(step, _block(layer), _seconds(layer, step)) for step in timed for layer in layers]
     spent += [("reconstruct", place_of(block.name)[0], block.seconds) for block in blocks]
-    of_layer = "||(W - Q) X||^2 / ||W X||^2 of each layer, on a logarithmic scale."
+    relative = "||(W - Q) X||^2 / ||W X||^2 of each layer, on a logarithmic scale."
     by_step = "The mean over the layers of a block, after each step of the recipe."
     held = "Relative squared error of the output of a block, on calibration batches that it was not tuned on."
     fraction = "The fraction of the weights of a layer that is zero."
     return [
-        _lines("errors", "Error by layer", of_layer, by_layer, "error", log=True),
+        _lines("errors", "Error by layer", relative, by_layer, "error", log=True),
         _lines("steps", "Error by block and step", by_step, {"": errors}, "mean error", log=True),
         _lines("reconstruction", "Block error before and after reconstruction", held, {"": tuned}, "error", log=True),
         _lines("zeros", "Zeros by layer", fraction, {"": _by_role(layers, _percent)}, "% zeros"),
@@ -406,15 +406,15 @@ def figures_of(report: "Report", masks: Mapping[str, Tensor]) -> list[Figure | N
     ]
 
 
-def _shrunk(shrunk: Shrunk, by: str | None) -> list[Figure | None]:
-    """What a model was shrunk by: the divergence after each step, errors by block, and the scores of experts."""
+def _shrunk(shrunk: Shrunk, divergence: str | None) -> list[Figure | None]:
+    """Figures of a shrunk model: the divergence after each step, errors by block, and the scores of experts."""
     bars = {"type": "bar", "x": [*shrunk.kl], "y": [*shrunk.kl.values()]}
-    layout = {"yaxis": _axis("{} from the model before, in {}".format(*in_words(by)), rangemode="tozero")}
+    layout = {"yaxis": _axis("{} from the model before, in {}".format(*in_words(divergence)), rangemode="tozero")}
     held = "On the calibration batches held back."
     errors = [
-        (what, place_of(name)[0], error)
-        for name, of_layer in shrunk.errors.items()
-        for what, error in zip(("as is", "refit"), of_layer)
+        (state, place_of(name)[0], error)
+        for name, layer_errors in shrunk.errors.items()
+        for state, error in zip(("as is", "refit"), layer_errors)
     ]
     output = "Relative squared error of what takes the channels, or of the mixture, without those that go."
     scores = [
@@ -431,7 +431,7 @@ def _shrunk(shrunk: Shrunk, by: str | None) -> list[Figure | None]:
 
 
 def drawn_masks(report: "Report", names: Iterable[str]) -> list[str]:
-    """Of the masks ``names`` those that a page shows: at most six, of the layers with the largest errors."""
+    """The masks that a page shows: at most six of ``names``, of the layers with the largest errors."""
     errors = {layer.parameter: _last(layer) or 0.0 for layer in report.layers}
     return sorted(names, key=lambda name: -errors.get(name, 0.0))[:MAPS]
 
@@ -452,8 +452,8 @@ def _levels(layers: Sequence[LayerReport], budget: Mapping[str, Any]) -> Figure 
     """Zeros as a map of blocks and roles, where patterns differ: how they were shared out."""
     points = _by_role(layers, _percent) if len({layer.pattern for layer in layers}) > 1 else []
     if "zeros" in budget:  # of what stays dense as well
-        placed = ((*place_of(name), share) for name, share in budget["zeros"].items())
-        points = [(role, block, 100 * share) for block, role, share in placed]
+        placed = ((*place_of(name), fraction) for name, fraction in budget["zeros"].items())
+        points = [(role, block, 100 * fraction) for block, role, fraction in placed]
     caption = "Zeros, in per cent, by block and kind of layer."
     return _map("levels", "Allocation", caption, points, "% zeros")
 
@@ -463,13 +463,13 @@ def _curve(budget: Mapping[str, Any]) -> Figure | None:
     if "curve" not in budget:
         return None
     unit, points = budget["curve"]["unit"], budget["curve"]["points"]
-    shares, own, plain, _ = zip(*points) if points else ((), (), (), ())
-    lines = {"the choice by losses": own, "plain: one level, or the last layers dense": plain}
-    traces = [_points(name, [*shares], [*y]) for name, y in lines.items()]
-    what, nats = in_words(budget.get("divergence"))
-    layout = {"xaxis": _axis(f"% {unit}"), "yaxis": _log_axis(f"{what} from dense, in {nats}")}
+    percents, chosen, plain, _ = zip(*points) if points else ((), (), (), ())
+    lines = {"the choice by losses": chosen, "plain: one level, or the last layers dense": plain}
+    traces = [_points(name, [*percents], [*y]) for name, y in lines.items()]
+    measure, nats = in_words(budget.get("divergence"))
+    layout = {"xaxis": _axis(f"% {unit}"), "yaxis": _log_axis(f"{measure} from dense, in {nats}")}
     caption = "By the losses of layers, corrected by the plans that were measured; on a logarithmic scale."
-    return Figure("curve", f"{what} by budget", caption, traces, layout)
+    return Figure("curve", f"{measure} by budget", caption, traces, layout)
 
 
 def _tried(budget: Mapping[str, Any]) -> Figure | None:
@@ -488,13 +488,13 @@ def _tried(budget: Mapping[str, Any]) -> Figure | None:
     }
     room = [0, 1.25 * max(filter(None, tried.values()), default=1)]  # for the longest bar's text
     caption = f"Plans for a budget of {escape(str(budget['asked']))}, on the batches held back, before any repair."
-    what = "{} from dense, in {}".format(*in_words(budget.get("divergence")))
-    layout = {"xaxis": _axis(what, range=room), "yaxis": {"autorange": "reversed"}}
+    label = "{} from dense, in {}".format(*in_words(budget.get("divergence")))
+    layout = {"xaxis": _axis(label, range=room), "yaxis": {"autorange": "reversed"}}
     return Figure("tried", "Plans tried", caption, [bars], layout)
 
 
 def _experts(layers: Sequence[LayerReport]) -> Figure | None:
-    """How many calibration tokens each expert of each block got: of experts in one tensor, and of those in a list."""
+    """Draw the calibration tokens of each expert of each block, of experts in one tensor and of those in a list."""
     points = []
     for layer in layers:
         listed = re.search(r"\.experts\.(\d+)\.", layer.name)
@@ -505,7 +505,7 @@ def _experts(layers: Sequence[LayerReport]) -> Figure | None:
 
 
 def _mask_maps(masks: Mapping[str, Tensor], report: "Report") -> Figure:
-    """For each mask its first rows and columns one by one, and all of it as fractions of zeros."""
+    """Draw the first rows and columns of each mask one by one, and all of it as fractions of zeros."""
     stacks = {layer.parameter for layer in report.layers if len(layer.shape) == 3}
     traces, choices = [], {}
     for name in drawn_masks(report, masks):
@@ -515,10 +515,10 @@ def _mask_maps(masks: Mapping[str, Tensor], report: "Report") -> Figure:
         cells = min(len(zeros), CELLS[0]), min(zeros.shape[1], CELLS[1])
         coarse = torch.nn.functional.adaptive_avg_pool2d(zeros[None], cells)[0]
         rows, columns = (full / count for full, count in zip(zeros.shape, cells, strict=True))
-        places = {"dx": columns, "x0": columns / 2, "dy": rows, "y0": rows / 2, "xaxis": "x2", "yaxis": "y2"}
+        offsets = {"dx": columns, "x0": columns / 2, "dy": rows, "y0": rows / 2, "xaxis": "x2", "yaxis": "y2"}
         fractions = [[round(value, 3) for value in row] for row in coarse.tolist()]
         choices[name] = [len(traces), len(traces) + 1]
-        traces += [corner, _heatmap(fractions, "fraction of zeros", zmin=0, zmax=1, **places)]
+        traces += [corner, _heatmap(fractions, "fraction of zeros", zmin=0, zmax=1, **offsets)]
     layout = {
         "grid": {"rows": 1, "columns": 2, "pattern": "independent"},
         "xaxis": _axis("first columns", constrain="domain"),
@@ -591,7 +591,7 @@ def _steps_of(layers: Iterable[LayerReport]) -> list[str]:
 
 
 def _error_after(layer: LayerReport, step: str) -> float | None:
-    return next((each.error for each in layer.steps if each.step == step), None)
+    return next((entry.error for entry in layer.steps if entry.step == step), None)
 
 
 def _last(layer: LayerReport) -> float | None:
@@ -609,12 +609,12 @@ def _seconds(layer: LayerReport, only: str | None = None) -> float:
 
 def _by_role(layers: Sequence[LayerReport], value: Callable[[LayerReport], float | None]) -> list[Point]:
     """The values of layers, a line for each role; rare roles are one line, where there are many."""
-    places = [place_of(layer.name) for layer in layers]
-    counts = Counter(role for _, role in places)
+    positions = [place_of(layer.name) for layer in layers]
+    counts = Counter(role for _, role in positions)
     shown = {role for role, _ in counts.most_common(ROLES - 1 if len(counts) > ROLES else ROLES)}
     return [
         (role if role in shown else "others", block, value(layer))
-        for layer, (block, role) in zip(layers, places, strict=True)
+        for layer, (block, role) in zip(layers, positions, strict=True)
     ]
 
 
@@ -686,20 +686,20 @@ def _map(key: str, title: str, caption: str, points: Sequence[Point], name: str,
     return Figure(key, title, caption, [trace], {"xaxis": _block_axis(blocks), "yaxis": axis})
 
 
-def _heatmap(cells: list[list[Any]], name: str, **more: Any) -> dict[str, Any]:
+def _heatmap(cells: list[list[Any]], name: str, **options: Any) -> dict[str, Any]:
     scale = {"colorscale": "Viridis", "colorbar": {"title": {"text": name, "side": "right"}, "thickness": 12}}
-    return {"type": "heatmap", "z": cells, "name": name, "hoverongaps": False, **scale, **more}
+    return {"type": "heatmap", "z": cells, "name": name, "hoverongaps": False, **scale, **options}
 
 
-def _axis(title: str, **more: Any) -> dict[str, Any]:
-    return {"title": {"text": title}, **more}
+def _axis(title: str, **options: Any) -> dict[str, Any]:
+    return {"title": {"text": title}, **options}
 
 
 def _block_axis(blocks: Sequence[str]) -> dict[str, Any]:
     """An axis with a place for each block; its title says how all of their names begin."""
     prefix = _prefix(blocks)
-    places = {"type": "category", "categoryorder": "array", "categoryarray": _short(blocks), "automargin": True}
-    return _axis(f"block ({escape(prefix)}*)" if prefix else "block", **places)
+    categories = {"type": "category", "categoryorder": "array", "categoryarray": _short(blocks), "automargin": True}
+    return _axis(f"block ({escape(prefix)}*)" if prefix else "block", **categories)
 
 
 def _log_axis(title: str) -> dict[str, Any]:
@@ -713,6 +713,6 @@ def _short(names: Sequence[str]) -> list[str]:
 
 
 def _prefix(names: Sequence[str]) -> str:
-    """What more than one name all begin with, up to a dot."""
+    """The beginning that all of several names share, up to a dot."""
     parts = zip(*(name.split(".")[:-1] for name in names)) if len(names) > 1 else ()
     return "".join(f"{part[0]}." for part in takewhile(lambda part: len(set(part)) == 1, parts))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from modelopt_sparse import __version__
 from modelopt_sparse.model.output import in_words
 from modelopt_sparse.reports.evaluate import Evaluation, task_scores
-from modelopt_sparse.reports.text import Column, Printed, by_reason, counted, in_steps, paragraph, rows_of, table
+from modelopt_sparse.reports.text import Column, Printed, by_reason, counted, paragraph, rows_of, steps_text, table
 from modelopt_sparse.reports.values import (
     DISTILLED,
     ERROR_FROM,
@@ -71,12 +71,14 @@ class Report(Printed):
         """The report of a run that starts now; ``skipped`` and ``notes`` are those of its plan."""
         return cls(skipped=tuple(skipped), notes=list(notes), settings=dict(settings), versions=library_versions())
 
-    def budgeted(self, said: Mapping[str, Any]) -> None:
-        """Add what a budget led to: what was asked, the costs, the plans that were tried, and each layer's choice."""
-        self.settings["budget"] = dict(said)
-        tried = ", ".join(f"{name} {kl:.4g} (sum of losses {total:.4g})" for name, (total, kl) in said["tried"].items())
-        kl = f"{in_words(said.get('divergence'))[0]} from dense on the batches held back, before any repair: {tried}"
-        self.notes.append(f"budget {said['asked']}: {said['taken']}; {kl}")
+    def budgeted(self, decision: Mapping[str, Any]) -> None:
+        """Note what a budget led to: what was asked, the costs, the plans that were tried, and each layer's choice."""
+        self.settings["budget"] = dict(decision)
+        plans = decision["tried"].items()
+        tried = ", ".join(f"{name} {kl:.4g} (sum of losses {total:.4g})" for name, (total, kl) in plans)
+        measure, _ = in_words(decision.get("divergence"))
+        kl = f"{measure} from dense on the batches held back, before any repair: {tried}"
+        self.notes.append(f"budget {decision['asked']}: {decision['taken']}; {kl}")
 
     def reconstructed(self, tuned: BlockReport, layers: Collection[str]) -> None:
         """Add a block, or part of one, that was tuned, also to the recipes of its ``layers``."""
@@ -143,7 +145,7 @@ class Report(Printed):
         skipped = [weight.as_dict() for weight in self.skipped]
         evaluation = None if self.evaluation is None else self.evaluation.as_dict()
         values = {**asdict(self), "skipped": skipped, "evaluation": evaluation}
-        return values if self.shrunk is not None else {key: each for key, each in values.items() if key != "shrunk"}
+        return values if self.shrunk is not None else {key: value for key, value in values.items() if key != "shrunk"}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Report":
@@ -151,7 +153,7 @@ class Report(Printed):
         values["layers"] = [LayerReport.from_dict(layer) for layer in data["layers"]]
         values["blocks"] = [BlockReport(**block) for block in data.get("blocks", ())]
         values["skipped"] = tuple(
-            Skipped(**{**each, "shape": tuple(each["shape"])}) for each in data.get("skipped", ())
+            Skipped(**{**weight, "shape": tuple(weight["shape"])}) for weight in data.get("skipped", ())
         )
         parts: dict[str, Any] = {"evaluation": Evaluation.from_dict}
         parts |= {"distillation": lambda part: Distilled(**part), "shrunk": lambda part: Shrunk(**part)}
@@ -194,14 +196,14 @@ class Report(Printed):
         reasons = {weight.name: weight.reason for weight in self.skipped}
         yield from map(say, self.summaries())
         if (shrunk := self.shrunk) is not None:
-            errors = [in_steps(*of_layer) for of_layer in shrunk.errors.values()]
-            refit = any(len(of_layer) > 1 for of_layer in shrunk.errors.values())
+            errors = [steps_text(*layer_errors) for layer_errors in shrunk.errors.values()]
+            refit = any(len(layer_errors) > 1 for layer_errors in shrunk.errors.values())
             columns = [Column("error, as is -> refit" if refit else "error, as is", errors, "range")]
-            what = "experts off" if "experts" in shrunk.kept else "channels off"
-            yield rows_of(what, list(shrunk.errors), columns, all_rows=all_rows) if errors else ""
+            heading = "experts off" if "experts" in shrunk.kept else "channels off"
+            yield rows_of(heading, list(shrunk.errors), columns, all_rows=all_rows) if errors else ""
         yield rows_of("layer", names, _columns(self.layers), reasons, all_rows=all_rows) if names else ""
         if self.blocks:
-            errors = [in_steps(block.error_before, block.error_after) for block in self.blocks]
+            errors = [steps_text(block.error_before, block.error_after) for block in self.blocks]
             columns = [
                 Column("error", errors, "range"),
                 Column("way", [block.way or "" for block in self.blocks]),
@@ -212,16 +214,16 @@ class Report(Printed):
             blocks = [block.name for block in self.blocks]
             yield rows_of("reconstructed", blocks, columns, all_rows=all_rows)
         if (tuned := self.distillation) is not None:
-            what, unit = in_words(self.settings.get("divergence"))
-            divergences = f"{what} from the dense model {in_steps(tuned.kl_before, tuned.kl_after)} {unit}"
-            said = f"distilled: {divergences}, on calibration batches that it was not tuned on"
-            said += f"; best epoch {tuned.epoch}, {tuned.seconds:.1f} s"
-            yield say("; ".join([said, *tuned.notes]))
+            measure, unit = in_words(self.settings.get("divergence"))
+            divergences = f"{measure} from the dense model {steps_text(tuned.kl_before, tuned.kl_after)} {unit}"
+            sentence = f"distilled: {divergences}, on calibration batches that it was not tuned on"
+            sentence += f"; best epoch {tuned.epoch}, {tuned.seconds:.1f} s"
+            yield say("; ".join([sentence, *tuned.notes]))
         if reasons:
             yield by_reason("stays dense", reasons, names, all_rows=all_rows)
         yield "\n".join(say(f"note: {note}") for note in self.all_notes())
-        how = "; ".join(f"from {short}: {text}" for short, text in self.errors_from().items())
-        legend = [f"Error: ||(W - Q) X||^2 / ||W X||^2, {how}."] if how else []
+        sources = "; ".join(f"from {short}: {text}" for short, text in self.errors_from().items())
+        legend = [f"Error: ||(W - Q) X||^2 / ||W X||^2, {sources}."] if sources else []
         if self.blocks:
             legend.append("Error of a block: the same of its output, on calibration batches that it was not tuned on.")
         yield "\n".join(map(say, legend))
@@ -238,21 +240,21 @@ class Report(Printed):
 
     def summary(self) -> str:
         """The first line of ``text``: how many layers and zeros, how long it took, and with what."""
-        said = [f"{len(self.layers)} layers pruned, {self.sparsity:.2%} zeros"]
+        parts = [f"{len(self.layers)} layers pruned, {self.sparsity:.2%} zeros"]
         if "training" in self.settings:
             algorithms = ", ".join(dict.fromkeys(layer.recipe for layer in self.layers if "algorithm" in layer.options))
-            said[0] = f"After {self.settings['training']['step']} steps of training with {algorithms}: {said[0]}"
+            parts[0] = f"After {self.settings['training']['step']} steps of training with {algorithms}: {parts[0]}"
         pruned, total = self.weights
         if total > pruned:
-            said.append(f"{self.sparsity * pruned / total:.2%} of all matrix weights")
+            parts.append(f"{self.sparsity * pruned / total:.2%} of all matrix weights")
         spent = [f"{sum(layer.seconds for layer in self.layers):.1f} s of solving"]
         if self.blocks:
             spent.append(f"{sum(block.seconds for block in self.blocks):.1f} s of reconstruction")
         if self.distillation is not None:
             spent.append(f"{self.distillation.seconds:.1f} s of distillation")
-        said.append(" and ".join(spent))
-        what = counted(f"{layer.recipe} {layer.pattern}" for layer in self.layers)
-        return f"{', '.join(said)}{': ' if what else ''}{what}."
+        parts.append(" and ".join(spent))
+        recipes = counted(f"{layer.recipe} {layer.pattern}" for layer in self.layers)
+        return f"{', '.join(parts)}{': ' if recipes else ''}{recipes}."
 
 
 def _columns(layers: Sequence[LayerReport]) -> list[Column]:
@@ -261,7 +263,7 @@ def _columns(layers: Sequence[LayerReport]) -> list[Column]:
         Column("recipe", [layer.recipe for layer in layers]),
         Column("pattern", [layer.pattern for layer in layers], "levels"),
         Column("zeros", [f"{layer.zeros / layer.size:.2%}" for layer in layers], "range"),
-        Column("error", [in_steps(*layer.errors) for layer in layers], "range"),
+        Column("error", [steps_text(*layer.errors) for layer in layers], "range"),
         Column("error from", [ERROR_FROM[layer.error_from][0] if layer.errors else "" for layer in layers]),
         Column("seconds", [f"{layer.seconds:.2f}" for layer in layers], "range", shared=False),
         Column("notes", ["; ".join(layer.notes) for layer in layers], "range", below=True),

@@ -24,7 +24,7 @@ from modelopt_sparse.checks import grouped, shown
 
 WIDTH = 100  # columns of the terminal that folded text fits
 LEAST = 14  # columns of a table are not made narrower than this, nor than their words
-LEVELS = 4  # in a column of levels, a name with at most this many different cells keeps a row for each
+MAX_LEVELS = 4  # in a column of levels, a name with at most this many different cells keeps a row for each
 NO_BREAK = "\N{NO-BREAK SPACE}"  # where `paragraph` starts no line, and writes a space
 BREAKS = re.compile(r"(?<=[ ,+/])")  # where a cell may go on in the next line
 INDEX = re.compile(r"0|[1-9][0-9]*")  # a part of a name that is a number
@@ -65,9 +65,9 @@ def write_whole(path: Path, text: str) -> None:
 
 def _finite(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {key: _finite(each) for key, each in value.items()}
+        return {key: _finite(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(each) for each in value]
+        return [_finite(entry) for entry in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -90,8 +90,8 @@ def refuse_unknown(names: Iterable[str], known: Sequence[str], where: str = "") 
 
 def first_few(items: Sequence[str], shown: int = 5) -> str:
     """The first ``shown`` of the items, and how many more there are."""
-    more = [f"and {len(items) - shown} more"] if len(items) > shown else []
-    return "; ".join([*items[:shown], *more])
+    rest = [f"and {len(items) - shown} more"] if len(items) > shown else []
+    return "; ".join([*items[:shown], *rest])
 
 
 def table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]], width: int | None = None) -> str:
@@ -118,8 +118,8 @@ def table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]], width: int | N
     return "\n".join(lines)
 
 
-def in_steps(*values: float, arrow: str = "->") -> str:
-    """What a value was, and what it became: "0.1000 -> 0.0500"."""
+def steps_text(*values: float, arrow: str = "->") -> str:
+    """The values of consecutive steps: "0.1000 -> 0.0500"."""
     return f" {arrow} ".join(f"{value:.4f}" for value in values)
 
 
@@ -225,10 +225,10 @@ def by_reason(word: str, reasons: Mapping[str, str], among: Iterable[str] = (), 
     """A line for each reason: ``word``, the names that have it, and the reason. ``reasons``: name -> reason."""
     names = grouped(reasons, reasons.__getitem__)
     if all_rows:
-        return "\n".join(f"{word}: {', '.join(each)} ({why})" for why, each in names.items())
+        return "\n".join(f"{word}: {', '.join(group)} ({why})" for why, group in names.items())
     every = (*among, *reasons)
-    folded = {why: [name.replace(" ", NO_BREAK) for name in folded_names(each, every)] for why, each in names.items()}
-    return "\n".join(paragraph(f"{word}: {', '.join(each)} ({why})") for why, each in folded.items())
+    folded = {why: [name.replace(" ", NO_BREAK) for name in folded_names(group, every)] for why, group in names.items()}
+    return "\n".join(paragraph(f"{word}: {', '.join(group)} ({why})") for why, group in folded.items())
 
 
 def paragraph(text: str, *, all_rows: bool = False) -> str:
@@ -240,7 +240,7 @@ def paragraph(text: str, *, all_rows: bool = False) -> str:
 
 
 def counted(values: Iterable[str]) -> str:
-    """What occurs, and how often if there is more than one thing: "sparsegpt 2:4 x30; wanda 4:8 x12"."""
+    """The different values, with their counts if there are several: "sparsegpt 2:4 x30; wanda 4:8 x12"."""
     counts = Counter(values)
     return first_few([value if len(counts) == 1 else f"{value} x{n}" for value, n in counts.most_common()], 3)
 
@@ -265,7 +265,7 @@ def _boxes(places: set[Places]) -> list[tuple[frozenset[int], ...]]:
     for first, *rest in sorted(places):
         rests.setdefault(first, set()).add(tuple(rest))
     firsts = grouped(rests, lambda first: frozenset(rests[first]))
-    return [(frozenset(each), *box) for rest, each in firsts.items() for box in _boxes(set(rest))]
+    return [(frozenset(numbers), *box) for rest, numbers in firsts.items() for box in _boxes(set(rest))]
 
 
 def _label(stem: Stem, box: tuple[frozenset[int], ...], known: tuple[frozenset[int], ...]) -> str:
@@ -290,7 +290,7 @@ def _ranges(numbers: Iterable[int]) -> str:
 
 
 def _keys(names: Sequence[str], column: Column) -> list[Hashable]:
-    """What cells must have in common to be folded, for each row."""
+    """A key for each row: rows with equal keys may be folded."""
     if column.numbers == "exact":
         return list(column.cells)
     words = [tuple(NUMBER.split(cell)) for cell in column.cells]
@@ -301,7 +301,7 @@ def _keys(names: Sequence[str], column: Column) -> list[Hashable]:
     for stem, cell in zip(stems, column.cells, strict=True):
         different.setdefault(stem, set()).add(cell)
     return [
-        cell if len(different[stem]) <= LEVELS else text
+        cell if len(different[stem]) <= MAX_LEVELS else text
         for stem, cell, text in zip(stems, column.cells, words, strict=True)
     ]
 

@@ -27,7 +27,7 @@ class Skipped:
     reason: str
 
     def as_dict(self) -> dict[str, Any]:
-        """In plain values that JSON takes."""
+        """The fields by name, in plain values that JSON takes."""
         return {**vars(self), "shape": list(self.shape)}
 
 
@@ -145,12 +145,12 @@ class Shrunk:
     costs: dict[str, list[float]] = field(default_factory=dict)
 
     def summary(self, divergence: str | None = None) -> str:
-        """What went, what it cost, and how far the output has moved by the ``divergence`` of this name."""
+        """A sentence: what went, what it cost, and how far the output has moved by the ``divergence`` of this name."""
         sizes = ", ".join(f"{name} {old:,} -> {new:,}" for name, (old, new) in self.sizes.items())
-        said = [f"Shrunk (criterion {self.criterion!r}): {sizes}"]
-        said += [f"{what} {old:,.4g} -> {new:,.4g} ({new / old:.1%})" for what, (old, new) in self.costs.items()]
+        parts = [f"Shrunk (criterion {self.criterion!r}): {sizes}"]
+        parts += [f"{cost} {old:,.4g} -> {new:,.4g} ({new / old:.1%})" for cost, (old, new) in self.costs.items()]
         if self.kl:
             steps = ", ".join(f"{value:.4f} {step}" for step, value in self.kl.items())
-            what, unit = in_words(divergence)
-            said.append(f"{what} from the model before, on calibration batches held back, in {unit}: {steps}")
-        return "; ".join(said)
+            measure, unit = in_words(divergence)
+            parts.append(f"{measure} from the model before, on calibration batches held back, in {unit}: {steps}")
+        return "; ".join(parts)

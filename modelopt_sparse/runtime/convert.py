@@ -272,7 +272,7 @@ def convert(model: nn.Module, settings: Settings, place_of: PlaceOf) -> SpeedRep
     layers = [layer for _, layer in weights]
     names = [layer.name for layer in layers] + [name for name, _ in _packed(model)]
     check_globs([*(settings.include or ()), *settings.exclude], names, f"layer of this {type(model).__name__}")
-    refused = [f"{each.name}: {each.reason}" for each in layers if each.reason and _must_be_packed(each.name, settings)]
+    refused = [f"{x.name}: {x.reason}" for x in layers if x.reason and _must_be_packed(x.name, settings)]
     if refused:
         raise ValueError(f"{len(refused)} layers that you ask for cannot be packed 2:4: {first_few(refused)}")
     report = SpeedReport(
@@ -311,10 +311,10 @@ def _weights(model: nn.Module, settings: Settings, place_of: PlaceOf) -> Iterato
         reason = _not_wanted(layer.name, settings) or tied or uncalled.get(layer.owner)
         reason = reason or _not_eligible(layer.owner, layer.parameter, settings, place_of)
         yield layer.owner, _dense(layer.name, layer.parameter, reason)
-    for other in others:
-        if not isinstance(other.module, SemiStructuredLinear):
-            weight = next(p for p in other.module.parameters(recurse=False) if tuple(p.shape) == other.shape)
-            yield other.module, _dense(other.name, weight, _not_wanted(other.name, settings) or other.reason)
+    for dense in others:
+        if not isinstance(dense.module, SemiStructuredLinear):
+            weight = next(p for p in dense.module.parameters(recurse=False) if tuple(p.shape) == dense.shape)
+            yield dense.module, _dense(dense.name, weight, _not_wanted(dense.name, settings) or dense.reason)
 
 
 def _dense(name: str, weight: Tensor, reason: str) -> LayerSpeed:

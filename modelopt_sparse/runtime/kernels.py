@@ -69,7 +69,7 @@ class Backend(ABC):
     tensor_class: ClassVar[type[SparseSemiStructuredTensor]]
 
     def multiples(self, dtype: torch.dtype) -> Multiples:
-        """What shapes must be multiples of, for weights packed as ``dtype``."""
+        """The numbers that shapes must be multiples of, for weights packed as ``dtype``."""
         limits = self.tensor_class._DTYPE_SHAPE_CONSTRAINTS[dtype]
         return Multiples(limits.sparse_min_rows, limits.sparse_min_cols, limits.dense_min_rows)
 
@@ -333,7 +333,7 @@ def operand(x: Tensor, multiple: int) -> Tensor:
 
 
 # the arguments of `multiply`, as torch writes them
-LINEAR = (
+LINEAR_SCHEMA = (
     "(Tensor x, Tensor packed, Tensor? metadata, Tensor? bias, SymInt rows, str backend, SymInt[] choices) -> Tensor"
 )
 
@@ -362,7 +362,7 @@ def register_operators() -> None:
         x, bias = (None if shape is None else refuse(gradient, shape) for shape in ctx.shapes)
         return x, None, None, bias, None, None, None
 
-    linear = torch.library.custom_op("modelopt_sparse::linear_24", by_numbers, mutates_args=(), schema=LINEAR)
+    linear = torch.library.custom_op("modelopt_sparse::linear_24", by_numbers, mutates_args=(), schema=LINEAR_SCHEMA)
     linear.register_fake(lambda x, packed, metadata, bias, rows, backend, choices: x.new_empty(x.shape[0], rows))
     refusal = torch.library.custom_op("modelopt_sparse::no_gradient", no_gradient, mutates_args=())
     refusal.register_fake(lambda gradient, shape: gradient.new_empty(shape))
@@ -449,8 +449,8 @@ class SemiStructuredLinear(PackedLayer):
         """Moves and casts. Raises ValueError for a new dtype or device, which packed bytes cannot be converted to."""
         probe = fn(torch.empty(0, dtype=self.dtype, device=self.packed.device))
         if probe.dtype != self.dtype or probe.device != self.packed.device:
-            what = f"a layer packed 2:4 in {self.dtype} on {self.packed.device}"
-            raise ValueError(f"{what} cannot become {probe.dtype} on {probe.device}: call to_dense(model) first")
+            layer = f"a layer packed 2:4 in {self.dtype} on {self.packed.device}"
+            raise ValueError(f"{layer} cannot become {probe.dtype} on {probe.device}: call to_dense(model) first")
         packed_buffers = {name: self._buffers.pop(name) for name in PACKED}
         try:
             return super()._apply(fn, recurse)

@@ -24,7 +24,7 @@ from modelopt_sparse.runtime.kernels import (
 Calls = Sequence[Callable[[], Any]]
 Timer = Callable[[Calls], float]  # seconds of one call, the mean over calls that use different memory
 
-LIBRARIES = ("cublas", "cublaslt")  # the libraries that dense products are timed with
+BLAS_LIBRARIES = ("cublas", "cublaslt")  # the libraries that dense products are timed with
 TIMED_SECONDS = 0.1  # a time is the median of what runs in about so long
 LARGEST_SET = 64  # most copies of a weight that one timing goes through, so that no cache holds them all
 
@@ -53,7 +53,7 @@ class Place:
     title: str
     timer: Timer
     cache_bytes: int
-    libraries: Sequence[str] = LIBRARIES
+    libraries: Sequence[str] = BLAS_LIBRARIES
 
 
 # timing a layer -------------------------------------------------------------------------------------------------------
@@ -121,8 +121,8 @@ def time_layer(
 
 def _copies(tensors: tuple[Tensor | None, ...], size: int) -> list[tuple[Tensor | None, ...]]:
     """The tensors, and copies of them, until all together take ``size`` bytes; at most LARGEST_SET."""
-    each = sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
-    count = min(max(-(-size // max(each, 1)), 1), LARGEST_SET)
+    set_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
+    count = min(max(-(-size // max(set_bytes, 1)), 1), LARGEST_SET)
     return [tensors] + [tuple(t if t is None else t.clone() for t in tensors) for _ in range(count - 1)]
 
 
@@ -146,4 +146,4 @@ def decide(timings: Sequence[Timing], min_speedup: float) -> tuple[Choice, ...] 
     """
     if any(timing.speedup < min_speedup for timing in timings):
         return None
-    return tuple(Choice(each.tokens, each.algorithm) for each in sorted(timings, key=lambda timing: timing.tokens))
+    return tuple(Choice(t.tokens, t.algorithm) for t in sorted(timings, key=lambda timing: timing.tokens))

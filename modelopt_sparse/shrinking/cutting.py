@@ -28,12 +28,13 @@ CHANGED = "the model computes something else with"
 
 @dataclass(frozen=True)
 class Choice:
-    """The channels of a layer, or the experts of a mixture, that ``stay``, ascending, and the score of each that there
-    was; without scores they were given.
+    """The channels of a layer, or the experts of a mixture, that ``stay``.
 
+    stay: their indices, ascending. scores: one for each that there was, larger = keep; empty if the choice was given.
     values: of the layer that takes the channels, or of the experts' last matrices, for those that stay, shaped like the
-    parameter; None: those that they have. errors: of the output as it is then, and with these values. tokens: how many
-    each expert got. gates_gone: the share of all gates that lay on the experts that go.
+      parameter; None: those that they have.
+    errors: of the output as it is then, and with these values.
+    tokens: how many each expert got. gates_gone: the fraction of all gates that lay on the experts that go.
     """
 
     group: ChannelGroup | ExpertGroup
@@ -93,8 +94,7 @@ def skipped(model: nn.Module, names: Iterable[str]) -> AbstractContextManager[No
 def changed_in_calls(
     model: nn.Module, names: Iterable[str], change: Callable[[nn.Module, str], None]
 ) -> AbstractContextManager[None]:
-    """While entered, a block of these ``names`` that is called runs as another, which ``change`` makes of a copy of it,
-    and which ends with the call."""
+    """While entered, each call of a block of these ``names`` runs a copy of it that ``change`` has changed in place."""
 
     def call(name: str, _: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         changed = clone(model.get_submodule(name), hooks=False)
@@ -115,10 +115,11 @@ def first_output(data: CalibrationData) -> Tensor:
 
 @dataclass(frozen=True)
 class Cutting:
-    """What is cut of a model. All by block, but ``stay``: the places of the blocks that do, once they are chosen.
+    """What is cut of a model, by name of the block.
 
-    narrow: the model's twin with fewer channels or experts, and all blocks. groups: channels that go together, or
-    mixtures of experts. choices: which of them stay.
+    narrow: the model's twin with fewer channels or experts, and all blocks.
+    groups: channels that go together, or mixtures of experts. choices: which of them stay.
+    stay: indices of the blocks that stay in their stack, once they are chosen.
     """
 
     sizes: TargetSizes
@@ -144,8 +145,8 @@ class Cutting:
         raise ValueError(f"{CHANGED} fewer channels than with zeros: MLPs cannot be cut")
 
     def try_experts(self, data: CalibrationData) -> None:
-        """Raise ValueError if the model computes something else with the same experts in another order, as experts are
-        no equals then, or if it cannot be called with fewer."""
+        """Check that experts can go: the model computes the same with its experts in another order, and can be called
+        with fewer of them. Raises ValueError otherwise."""
         model: Any = data.run.model
         fewer = {name: [*map(first_experts, mixtures)] for name, mixtures in self.groups.items()}
 
@@ -172,20 +173,20 @@ class Cutting:
             raise ValueError(f"{CHANGED} its experts in another order: none of them can go")
 
     def with_blocks(self, data: CalibrationData, stay: Sequence[int]) -> "Cutting":
-        """With these blocks alone. Raises ValueError if the model computes something else then."""
+        """Keep these blocks alone. Raises ValueError unless the model computes what it does with the others skipped."""
         cutting = replace(self, stay=stay)
         without_groups = replace(self.sizes, width={}, experts={})
         if replace(cutting, sizes=without_groups, groups={}).differs(data):
-            what = f"{CHANGED} the blocks {[*stay]} alone than with the others skipped"
-            raise ValueError(f"{what}: blocks know their places, or read from others")
-        groups = {name: of_block for name, of_block in self.groups.items() if name not in cutting.gone}
+            problem = f"{CHANGED} the blocks {[*stay]} alone than with the others skipped"
+            raise ValueError(f"{problem}: blocks depend on their index, or read from others")
+        groups = {name: block_groups for name, block_groups in self.groups.items() if name not in cutting.gone}
         return replace(cutting, groups=groups)
 
     @property
     def gone(self) -> list[str]:
         """The blocks that go."""
         blocks = () if self.stay is None or self.sizes.depth is None else self.sizes.depth.blocks
-        return [name for place, name in enumerate(blocks) if place not in (self.stay or ())]
+        return [name for index, name in enumerate(blocks) if index not in (self.stay or ())]
 
     def names(self, plan: Plan) -> dict[str, str]:
         """Block that stays -> its name in the smaller model."""
@@ -194,7 +195,7 @@ class Cutting:
 
     @property
     def chosen(self) -> list[Choice]:
-        return [choice for of_block in self.choices.values() for choice in of_block]
+        return [choice for block_choices in self.choices.values() for choice in block_choices]
 
     def differs(self, data: CalibrationData) -> bool:
         """Whether the model with fewer channels, or else with fewer blocks, puts out something else in the first call
@@ -218,7 +219,7 @@ class Cutting:
         """While entered, the model runs with zeros for the channels that go, or without the experts that do."""
         if self.sizes.experts:
             return self.in_calls(model, values=values)
-        return called_with({each.group.consumer: partial(each.with_zeros, refitted=values) for each in self.chosen})
+        return called_with({x.group.consumer: partial(x.with_zeros, refitted=values) for x in self.chosen})
 
     def in_calls(self, model: nn.Module, *, values: bool = False) -> AbstractContextManager[None]:
         """While entered, a block that is called runs as one with fewer channels or experts."""
@@ -266,5 +267,5 @@ def permute_experts(mixture: ExpertGroup) -> dict[tuple[str, int], Tensor]:
 
 
 def swap_outputs_only(mixture: ExpertGroup) -> dict[tuple[str, int], Tensor]:
-    """The same indices, for the last matrices alone: each expert gets those of another one."""
+    """The indices of `permute_experts` for the last matrices alone, so that each expert gets those of another one."""
     return {key: order for key, order in permute_experts(mixture).items() if key[0] == mixture.span.name}

@@ -15,7 +15,7 @@ from modelopt_sparse.accuracy.tuning import BatchNumbers
 from modelopt_sparse.calibration.calls import Inputs
 from modelopt_sparse.calibration.dense import BlockTask
 from modelopt_sparse.calibration.forward import CalibrationData, NumberedCall
-from modelopt_sparse.calibration.stats import without_data
+from modelopt_sparse.calibration.stats import no_data_message
 from modelopt_sparse.model.layers import Layer, real_rows
 from modelopt_sparse.run import Run
 from modelopt_sparse.shrinking.cutting import Choice, changed_in_calls, cut_block
@@ -28,11 +28,11 @@ TOKENS = 1024  # whose outputs are multiplied with each other at a time
 
 @dataclass
 class ExpertSums:
-    """Of a mixture: sums over real tokens, with the gates that the model applies, in float64.
+    """Sums over the real tokens of a mixture, with the gates that the model applies, in float64.
 
     tokens, gates, gated_norms: ``[E]``, of each expert over the tokens that are routed to it: how many, and the sums of
-    its gate g, and of g times the norm of what it puts out f. Where gates scale what experts get (Llama 4), f is what
-    comes of it, and is not multiplied by g again.
+      its gate g, and of g times the norm of what it puts out f. Where gates scale what experts get (Llama 4), f is what
+      comes of it, and is not multiplied by g again.
     products: ``[E, E]``, the sums of the inner products of g f of two experts that the same token is routed to.
     """
 
@@ -60,9 +60,9 @@ class ExpertSums:
         ):
             total.index_add_(0, index.flatten(), values.double().flatten().cpu())
         for part in range(0, len(index), TOKENS):
-            at = slice(part, part + TOKENS)
-            gated = outputs_TkR[at] * factors_Tk[at, ..., None].to(outputs_TkR.dtype)
-            pairs = index[at, :, None] * len(self.tokens) + index[at, None, :]
+            chunk = slice(part, part + TOKENS)
+            gated = outputs_TkR[chunk] * factors_Tk[chunk, ..., None].to(outputs_TkR.dtype)
+            pairs = index[chunk, :, None] * len(self.tokens) + index[chunk, None, :]
             inner = (gated @ gated.mT).double().cpu()
             self.products.view(-1).index_add_(0, pairs.flatten(), inner.flatten())
 
@@ -76,10 +76,10 @@ class ExpertSums:
         return {"reap": mean, "reap_sum": self.gated_norms, "frequency": self.tokens}[criterion]
 
     def kept_by(self, criterion: str, groups: int, count: int, protected: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
-        """(the ``count`` experts that stay, as many in each of ``groups``, ascending; a score for each)."""
+        """Choose ``count`` experts, as many in each of ``groups`` -> (indices, ascending; a score for each expert)."""
         scores = self.scores(criterion)
         in_groups = scores.index_fill(0, torch.tensor(protected, dtype=torch.long), torch.inf).view(groups, -1)
-        stay = [largest(of_group, count // groups) for of_group in in_groups]
+        stay = [largest(group_scores, count // groups) for group_scores in in_groups]
         return torch.cat([experts + group * in_groups.shape[1] for group, experts in enumerate(stay)]), scores
 
     def error_without(self, stay: Tensor) -> float:
@@ -90,7 +90,7 @@ class ExpertSums:
         return float(self.products[gone][:, gone].sum() / self.products.sum().clamp_min(1e-300))
 
     def choice(self, mixture: ExpertGroup, criterion: Criterion) -> Choice:
-        """The experts that stay, with their facts."""
+        """Choose the experts of a mixture that stay, by a criterion."""
         fixed = criterion.fixed.get(mixture.consumer.name)
         if fixed is None:
             stay, scores = self.kept_by(criterion.name, mixture.groups, mixture.span.new, mixture.protected)
@@ -114,7 +114,7 @@ def experts(
         by_layer = {mixture.consumer.name: mixture for mixture in mixtures[task.name]}
         sums = {name: ExpertSums.of(mixture.span.old) for name, mixture in by_layer.items()}
         seen = _SeenExperts(sums, run, whole=criterion.refit)
-        consumers = [plan for plan in task.layer_plans if plan.name in by_layer]
+        consumers = [layer_plan for layer_plan in task.layer_plans if layer_plan.name in by_layer]
         inputs.collect(consumers, seen.see, seen.begin, go_on=not criterion.refit)
         choices = [seen.of_all(name).choice(mixture, criterion) for name, mixture in by_layer.items()]
         if criterion.refit:
@@ -127,17 +127,17 @@ def experts(
 
 @dataclass
 class _SeenExperts:
-    """What a pass over a block shows of its mixtures: sums by layer, and with ``whole`` what they put out each time
-    that they are called, and its padding, by the place of the model's call among this process's."""
+    """Collects the sums of a block's mixtures in one pass, by layer; with ``whole`` also the output of each call of a
+    mixture, and its padding, by the ``number`` of the model's call in this process."""
 
     sums: dict[str, ExpertSums]
     run: Run
     whole: bool
-    place: int = 0
+    number: int = 0
     outputs: dict[tuple[str, int], list[tuple[Tensor, Tensor | None]]] = field(default_factory=dict)
 
     def begin(self, numbered: NumberedCall) -> None:
-        self.place = numbered.number
+        self.number = numbered.number
 
     def see(self, layer: Layer, inputs: tuple[Tensor, ...], token_mask: Tensor | None) -> None:
         inputs = tuple(real_rows(x, token_mask) for x in inputs)
@@ -145,10 +145,10 @@ class _SeenExperts:
         adapter: Any = layer.adapter
         outputs = None
         for route in adapter.routes(layer.owner, inputs, None):
-            of_expert = adapter.output(layer.owner, route.expert, route.rows).float()
+            expert_output = adapter.output(layer.owner, route.expert, route.rows).float()
             if outputs is None:
-                outputs = of_expert.new_zeros(index_Tk.numel(), of_expert.shape[-1])
-            outputs.index_copy_(0, route.slots, of_expert)
+                outputs = expert_output.new_zeros(index_Tk.numel(), expert_output.shape[-1])
+            outputs.index_copy_(0, route.slots, expert_output)
         if outputs is None:
             return
         outputs_TkR = outputs.view(*index_Tk.shape, -1)
@@ -157,14 +157,15 @@ class _SeenExperts:
         if self.whole:
             whole_TR = (outputs_TkR if adapter.gates_inside else outputs_TkR * gates_Tk[..., None]).sum(1)
             held = self.run.storage.hold_activations(whole_TR), token_mask
-            self.outputs.setdefault((layer.name, self.place), []).append(held)
+            self.outputs.setdefault((layer.name, self.number), []).append(held)
 
     def of_all(self, name: str) -> ExpertSums:
-        """The sums of a layer over all processes."""
+        """The sums of a layer over all processes. Raises ValueError if no token has reached it, or if one is not
+        finite."""
         sums, run = self.sums[name], self.run
         run.processes.all_reduce("experts", [*vars(sums).values()])
         if not sums.tokens.any():
-            raise ValueError(without_data(name))
+            raise ValueError(no_data_message(name))
         if not torch.isfinite(sums.products).all():
             raise ValueError(f"layer {name!r}: its experts put out NaN or inf; run the model in bfloat16 or float32")
         return sums
@@ -178,7 +179,7 @@ def _refitted(
     batches: BatchNumbers,
     narrow: nn.Module,
 ) -> list[Choice]:
-    """The choices with better values for the experts that stay, by a pass over the smaller block."""
+    """Fit the experts that stay by a pass over the smaller block -> the choices with better values."""
     run = seen.run
     paths = {module: path for path, module in task.block.named_modules()} if task.block is not None else {}
     calls: dict[str, list[RoutedCall]] = {choice.group.consumer.name: [] for choice in choices}
@@ -190,16 +191,16 @@ def _refitted(
             layer = choice.group.consumer
             modules[layer.name] = block.get_submodule(paths[layer.owner])
             (hooked,) = layer.hooked_modules
-            at = block.get_submodule(paths[hooked])
-            at.register_forward_pre_hook(partial(hold, layer), with_kwargs=True)
+            hooked_module = block.get_submodule(paths[hooked])
+            hooked_module.register_forward_pre_hook(partial(hold, layer), with_kwargs=True)
 
     def hold(layer: Layer, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        if not (left := seen.outputs.get((layer.name, seen.place))):
+        if not (left := seen.outputs.get((layer.name, seen.number))):
             return  # no token was routed
         whole, token_mask = left.pop(0)
         rows, *routed = (real_rows(x, token_mask) for x in layer.adapter.inputs(module, args, kwargs))
         inputs = run.storage.hold_activations(rows), *routed
-        call = RoutedCall.of(seen.place, modules[layer.name], layer.adapter, inputs, whole.to(rows.device))
+        call = RoutedCall.of(seen.number, modules[layer.name], layer.adapter, inputs, whole.to(rows.device))
         call.residual = run.storage.hold_activations(call.residual)
         calls[layer.name].append(call)
 

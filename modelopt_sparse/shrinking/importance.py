@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from modelopt_sparse.accuracy.distill import Teacher
 from modelopt_sparse.accuracy.tuning import BatchNumbers
 from modelopt_sparse.calibration.calls import AtBlock, Inputs
-from modelopt_sparse.calibration.data import samples
+from modelopt_sparse.calibration.data import batch_rows
 from modelopt_sparse.calibration.dense import BlockTask, blocks_in_call_order
 from modelopt_sparse.calibration.forward import CalibrationData, NumberedCall, forward_context
-from modelopt_sparse.calibration.stats import Collector, groups_of, warn_of_few_tokens, without_data
+from modelopt_sparse.calibration.stats import Collector, groups_of, no_data_message, warn_of_few_tokens
 from modelopt_sparse.methods.base import Stats
 from modelopt_sparse.model.devices import flat_tensors
 from modelopt_sparse.model.layers import Layer
@@ -34,14 +34,14 @@ Found = TypeVar("Found")
 CRITERIA = ("gram", "norm", "minitron")  # of channels, and of experts; the first is the default
 EXPERT_CRITERIA = ("reap", "reap_sum", "frequency")
 BLOCKS_BY = ("kl", "influence")
-SAMPLES = 8  # rows of data that blocks are chosen by
+BLOCK_ROWS = 8  # rows of data that blocks are chosen by
 JUDGING = " (held back)"  # added to a layer's name where its inputs judge
 OTHER_KIND = "the others would be of another kind at their new places"
 
 
 @dataclass(frozen=True)
 class Judge:
-    """How far the model is from what it was. ``teacher``: what it put out then; None where that is not compared."""
+    """Measures how far the model is from what it was. ``teacher``: its output then; None where that is not compared."""
 
     teacher: Teacher | None
     batches: BatchNumbers
@@ -50,7 +50,7 @@ class Judge:
         """The mean divergence on batches of these numbers; None: those that are held back."""
         assert self.teacher is not None  # streaming refuses what asks for it
         batches = self.batches if numbers is None else replace(self.batches, held_back=numbers)
-        return batches.judged(self.teacher.divergence)
+        return batches.validation_error(self.teacher.divergence)
 
     def measure(self, step: str, shrunk: Shrunk) -> None:
         """Note the divergence after a step, where there is one."""
@@ -62,40 +62,40 @@ class Judge:
 
 
 def blocks(judge: Judge, depth: BlockCount, gone: int, run: Run, shrunk: Shrunk) -> list[int]:
-    """The places of the blocks that stay; what was tried is noted in ``shrunk``.
+    """Indices of the blocks that stay; what was tried is noted in ``shrunk``.
 
-    One block goes after the other: each time the one without which the model's output changes least. Blocks after
-    which the others would not be what they are now are left out.
+    One block goes after the other: each time the one without which the model's output changes least. Blocks after which
+    the others would not be what they are now are left out.
     """
     model: Any = run.model
     stay = list(range(len(depth.blocks)))
     assert judge.teacher is not None
     calls, end = judge.teacher.data.calls or [], judge.batches.tuned_on
-    rows = max(samples(calls[0].args, calls[0].kwargs), 1) if calls else SAMPLES
-    numbers = range(max(0, end - math.ceil(SAMPLES / rows)), end)  # the last that do not judge
+    rows = max(batch_rows(calls[0].args, calls[0].kwargs), 1) if calls else BLOCK_ROWS
+    numbers = range(max(0, end - math.ceil(BLOCK_ROWS / rows)), end)  # the last that do not judge
     for _ in range(gone):
         divergences: dict[int, float] = {}
         with run.bar("choose blocks", "block", len(stay)) as bar:
-            for place in stay:
+            for index in stay:
                 bar.update()
-                rest = [i for i in stay if i != place]
+                rest = [i for i in stay if i != index]
                 try:
                     depth.check(rest, model)
                 except ValueError:
                     continue
                 with skipped(model, [name for i, name in enumerate(depth.blocks) if i not in rest]):
-                    divergences[place] = judge.kl(numbers)
+                    divergences[index] = judge.kl(numbers)
         if not divergences:
             raise ValueError(f"no block of {depth.stack!r} can go: {OTHER_KIND}")
-        stay.remove(min(divergences, key=lambda place: (divergences[place], place)))
-        shrunk.tried.append({depth.blocks[place]: divergence for place, divergence in divergences.items()})
+        stay.remove(min(divergences, key=lambda index: (divergences[index], index)))
+        shrunk.tried.append({depth.blocks[index]: divergence for index, divergence in divergences.items()})
     return stay
 
 
 def blocks_by_influence(
     data: CalibrationData, batches: BatchNumbers, depth: BlockCount, gone: int, shrunk: Shrunk
 ) -> list[int]:
-    """The places of the blocks that stay, by one pass over the model; the influences are noted in ``shrunk``.
+    """Indices of the blocks that stay, by one pass over the model; the influences are noted in ``shrunk``.
 
     Those with the least influence go, but for blocks without which the others would not be what they are now.
     """
@@ -109,12 +109,12 @@ def blocks_by_influence(
         return value
 
     by_name = by_block(data, "choose blocks", depth.blocks, influence)
-    influences = {place: by_name[name] for place, name in enumerate(depth.blocks) if name in by_name}
-    shrunk.tried.append({depth.blocks[place]: value for place, value in influences.items()})
+    influences = {index: by_name[name] for index, name in enumerate(depth.blocks) if name in by_name}
+    shrunk.tried.append({depth.blocks[index]: value for index, value in influences.items()})
     model: Any = data.run.model
     stay = list(range(len(depth.blocks)))
-    for place in sorted(influences, key=lambda place: (influences[place], place)):
-        rest = [i for i in stay if i != place]
+    for index in sorted(influences, key=lambda index: (influences[index], index)):
+        rest = [i for i in stay if i != index]
         with suppress(ValueError):
             depth.check(rest, model)
             stay = rest
@@ -142,7 +142,7 @@ def _influence(inputs: AtBlock, batches: BatchNumbers) -> float:
             cosines = cosines[mask.to(cosines.device, torch.bool)]
         sums[call.numbered.number] = float((1 - cosines).sum()), cosines.numel()
     everything = replace(batches, held_back=range(batches.held_back.stop))
-    return everything.judged(lambda number: sums.get(number, (0.0, 0)))
+    return everything.validation_error(lambda number: sums.get(number, (0.0, 0)))
 
 
 # channels -------------------------------------------------------------------------------------------------------------
@@ -150,8 +150,11 @@ def _influence(inputs: AtBlock, batches: BatchNumbers) -> float:
 
 @dataclass(frozen=True)
 class Criterion:
-    """How it is chosen what goes. Channels and experts: by what score, whether what takes them gets better values, and
-    ``fixed``: layer name -> the channels, or experts, that stay, chosen before. ``blocks``: what they are chosen by."""
+    """How the parts of a model that go are chosen.
+
+    name: the score of channels or experts. refit: whether what takes them gets better values.
+    fixed: layer name -> the channels, or experts, that stay, chosen before. blocks: the score of blocks.
+    """
 
     name: str
     refit: bool
@@ -161,23 +164,23 @@ class Criterion:
 
 @dataclass
 class _Seen:
-    """Sums of the inputs of the layers that take a block's channels, apart for the batches that judge. place: of the
-    present call of the model among this process's.
+    """Collects the sums of the inputs of layers that take a block's channels, apart for the batches that judge.
 
+    number: of the present call of the model in this process.
     absolute: layer name -> the sum over windows of the squared mean of |x|, ``[C]``: ModelOpt's.
     """
 
     collector: Collector
     judging: set[int]
-    place: int = 0
+    number: int = 0
     absolute: dict[str, Tensor] = field(default_factory=dict)
 
     def begin(self, numbered: NumberedCall) -> None:
         self.collector.end_call()
-        self.place = numbered.number
+        self.number = numbered.number
 
     def see(self, layer: Layer, inputs: tuple[Tensor, ...], token_mask: Tensor | None) -> None:
-        judges = self.place in self.judging
+        judges = self.number in self.judging
         self.collector.see(replace(layer, name=layer.name + JUDGING) if judges else layer, inputs, token_mask)
         x_BSC = inputs[0].detach().abs().float()
         real = torch.ones(x_BSC.shape[:-1], device=x_BSC.device) if token_mask is None else token_mask.float()
@@ -195,9 +198,9 @@ def channels(
 
     def choose(task: BlockTask, inputs: Inputs, run: Run) -> list[Choice]:
         by_layer = {group.consumer.name: group for group in groups[task.name]}
-        consumers = [plan for plan in task.layer_plans if plan.name in by_layer]
+        consumers = [layer_plan for layer_plan in task.layer_plans if layer_plan.name in by_layer]
         sums = _sums(consumers, inputs, batches, run)
-        choices = [_choice(by_layer[name], *of_layer, criterion) for name, of_layer in sums.items()]
+        choices = [_choice(by_layer[name], *layer_sums, criterion) for name, layer_sums in sums.items()]
         hold = run.storage.hold_weights
         return [x if x.values is None else replace(x, values=hold(x.values)) for x in choices]
 
@@ -207,8 +210,8 @@ def channels(
 def by_block(
     data: CalibrationData, title: str, names: Collection[str], choose: Callable[[BlockTask, Inputs, Run], Found]
 ) -> dict[str, Found]:
-    """Name of a block -> what ``choose`` finds there, in one pass over the model. It changes nothing, can read the
-    block's weights, and lets the calls go on."""
+    """Call ``choose`` at each block of these ``names`` in one pass over the model -> what it returned, by name. It
+    changes nothing, can read the block's weights, and lets the calls go on."""
     results: dict[str, Found] = {}
     run = replace(data.run, config=replace(data.run.config, reconstruct=None))
     tasks = blocks_in_call_order(run, replace(data, run=run))
@@ -231,18 +234,18 @@ def _sums(
     consumers: Sequence[LayerPlan], inputs: Inputs, batches: BatchNumbers, run: Run
 ) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
     """Layer name -> (the Gram matrix of the batches that are fitted to, that of those that judge, ModelOpt's sums)."""
-    names = [plan.name for plan in consumers]
+    names = [layer_plan.name for layer_plan in consumers]
     collector = Collector(needs=dict.fromkeys([*names, *(name + JUDGING for name in names)], "gram"), share=False)
     seen = _Seen(collector, judging_calls(batches))
     inputs.collect(consumers, seen.see, seen.begin, go_on=True)
     groups = groups_of(collector, run) or []  # layers that share no input
-    stats = {name: sums for of_layer, sums in groups for name in of_layer if isinstance(sums, Stats)}
+    stats = {name: sums for layer_names, sums in groups for name in layer_names if isinstance(sums, Stats)}
     run.processes.all_reduce("scores", [seen.absolute[name] for name in names])
     grams = {}
     for name in names:
         fitted, judging = stats.get(name), stats.get(name + JUDGING)
         if fitted is None or judging is None or fitted.gram is None or judging.gram is None:
-            raise ValueError(without_data(name))
+            raise ValueError(no_data_message(name))
         if not torch.isfinite(fitted.gram).all() or not torch.isfinite(judging.gram).all():
             raise ValueError(f"layer {name!r}: its input holds NaN or inf; run the model in bfloat16 or float32")
         warn_of_few_tokens(name, fitted, run.report)

@@ -21,7 +21,7 @@ from modelopt_sparse.run import Run
 
 def judging_calls(batches: BatchNumbers) -> set[int]:
     """The numbers of this process's calls that judge."""
-    return {batches.own[number] for number in batches.held_back if number in batches.own}
+    return {batches.local[number] for number in batches.held_back if number in batches.local}
 
 
 # which channels stay --------------------------------------------------------------------------------------------------
@@ -54,9 +54,9 @@ def gram_scores(weight_RC: Tensor, gram_CC: Tensor, count: int, chunk: int = CHU
         order = losses.argsort(stable=True)
         gone_K, stay = order[:going], order[going:].sort().values
         factor = torch.linalg.cholesky(inverse[gone_K][:, gone_K])
-        shares = torch.cholesky_solve(inverse[gone_K][:, stay], factor)  # [K, those that stay]
-        weight = weight[:, stay] - weight[:, gone_K] @ shares
-        inverse = inverse[stay][:, stay] - inverse[stay][:, gone_K] @ shares
+        coefficients = torch.cholesky_solve(inverse[gone_K][:, stay], factor)  # [K, those that stay]
+        weight = weight[:, stay] - weight[:, gone_K] @ coefficients
+        inverse = inverse[stay][:, stay] - inverse[stay][:, gone_K] @ coefficients
         left = left[stay]
 
 
@@ -69,11 +69,12 @@ DAMPINGS = (1e-3, 1e-2, 1e-1, 1.0)  # of the mean of the Gram matrix's diagonal
 
 
 def least_squares(weight_RC: Tensor, kept_K: Tensor, gram_CC: Tensor, judge_CC: Tensor) -> tuple[Tensor, float, float]:
-    """(the kept columns ``[R, K]`` with values that make up for the others, the error as is, the error of these).
+    """Fit the kept columns so that they make up for the others -> (their values ``[R, K]``, the error with the old
+    values, the error with these).
 
-    They are the least squares for the inputs of ``gram_CC``, pulled towards the old values: the solution V of
-    V (G_KK + d I) = W (G_CK + d I_CK). The damping d is the one with the least error on the inputs of ``judge_CC``, and
-    the old values stay where none of them lowers it. Errors are relative to ||W X||^2.
+    They are the least squares for the inputs of ``gram_CC``, pulled towards the old values: the solution V of V (G_KK +
+    d I) = W (G_CK + d I_CK). The damping d is the one with the least error on the inputs of ``judge_CC``, and the old
+    values stay where none of them lowers it. Errors are relative to ||W X||^2.
     """
     weight, gram, judge = weight_RC.double(), gram_CC.double(), judge_CC.double()
     energy = float(((weight @ judge) * weight).sum())
@@ -90,8 +91,8 @@ def least_squares(weight_RC: Tensor, kept_K: Tensor, gram_CC: Tensor, judge_CC: 
         damped.diagonal().add_(damping * mean)
         goal = weight @ gram[:, kept_K] + weight[:, kept_K] * (damping * mean)
         values = torch.cholesky_solve(goal.mT, torch.linalg.cholesky(damped)).mT.to(weight_RC.dtype).double()
-        if (now := error(values)) < least:
-            best, least = values, now
+        if (new_error := error(values)) < least:
+            best, least = values, new_error
     return best.to(weight_RC.dtype), as_is, least
 
 
@@ -106,13 +107,14 @@ SWEEPS = 2
 
 @dataclass
 class RoutedCall:
-    """The real tokens of one call of a smaller mixture, in the call of the model at ``place`` among this process's.
+    """The real tokens of one call of a smaller mixture, in call ``number`` of the model in this process.
 
-    residual: ``[T, R]``, what it puts out less than the whole one. routes, gates: expert -> its tokens, and their gates
-    ``[tokens, 1]`` where these scale what it puts out. chosen: k. energy: of the whole mixture's output.
+    residual: ``[T, R]``, the whole mixture's output less the smaller one's.
+    routes, gates: expert -> its tokens, and their gates ``[tokens, 1]`` where these scale what it puts out.
+    chosen: k. energy: of the whole mixture's output.
     """
 
-    place: int
+    number: int
     residual: Tensor
     routes: dict[int, Route]
     gates: dict[int, Tensor | float]
@@ -120,9 +122,8 @@ class RoutedCall:
     energy: float
 
     @classmethod
-    def of(cls, place: int, module: Any, adapter: Any, inputs: tuple[Tensor, ...], whole_TR: Tensor) -> "RoutedCall":
-        """``inputs`` are what the adapter has read of a call of the experts, and ``whole_TR`` what the whole mixture
-        puts out."""
+    def of(cls, number: int, module: Any, adapter: Any, inputs: tuple[Tensor, ...], whole_TR: Tensor) -> "RoutedCall":
+        """Read the adapter's ``inputs`` of a call of the experts. ``whole_TR``: the output of the whole mixture."""
         _, index_Tk, gates, *_ = inputs
         gates_Tk = (gates if gates.shape == index_Tk.shape else gates.gather(1, index_Tk)).float()
         routes = {route.expert: route for route in adapter.chosen(inputs, len(stored(module, SECOND)))}
@@ -130,7 +131,7 @@ class RoutedCall:
         if not adapter.gates_inside:
             factors = {expert: gates_Tk.flatten()[route.slots, None] for expert, route in routes.items()}
         energy = float(whole_TR.float().double().square().sum())
-        call = cls(place, whole_TR.float().clone(), routes, factors, index_Tk.shape[1], energy)
+        call = cls(number, whole_TR.float().clone(), routes, factors, index_Tk.shape[1], energy)
         for expert, route in routes.items():
             rows = adapter.hidden(module, expert, route.rows)
             call.subtract_output(expert, adapter.output(module, expert, rows).float() * factors[expert])
@@ -142,7 +143,7 @@ class RoutedCall:
         return slots // self.chosen
 
     def subtract_output(self, expert: int, added: Tensor) -> None:
-        """The expert puts out so much more, ``[tokens, R]``."""
+        """Take what an expert puts out, or puts out more, ``[tokens, R]``, from the residual."""
         self.residual.index_add_(0, self.tokens(expert), added, alpha=-1)
 
 
@@ -158,33 +159,33 @@ def refit_experts(
     old = stored(module, SECOND).detach()
     matrices_ERC = adapter.matrix(module, old).float().clone()
 
-    def measure(place: int) -> tuple[float, float]:
-        here = [call for call in calls if call.place == place]
-        return sum(float(call.residual.double().square().sum()) for call in here), sum(call.energy for call in here)
+    def measure(number: int) -> tuple[float, float]:
+        same = [call for call in calls if call.number == number]
+        return sum(float(call.residual.double().square().sum()) for call in same), sum(call.energy for call in same)
 
-    errors = [batches.judged(measure)]
+    errors = [batches.validation_error(measure)]
     for expert in [*range(len(matrices_ERC))] * SWEEPS:
-        mine = [call for call in calls if expert in call.routes]
-        seen = [adapter.hidden(module, expert, call.routes[expert].rows).float() * call.gates[expert] for call in mine]
+        routed = [call for call in calls if expert in call.routes]
+        seen = [adapter.hidden(module, expert, x.routes[expert].rows).float() * x.gates[expert] for x in routed]
         sums: dict[bool, Tensor] = {}  # of the calls that judge, and of the others
-        for call, rows in zip(mine, seen):
-            judges, both = call.place in judging, torch.cat([rows, call.residual[call.tokens(expert)]], dim=1)
+        for call, rows in zip(routed, seen):
+            judges, both = call.number in judging, torch.cat([rows, call.residual[call.tokens(expert)]], dim=1)
             sums[judges] = add_product(sums.get(judges), both)
         sums = {judges: completed(gram) for judges, gram in sums.items()}
         grams = shared_sums(sums, run.processes, matrices_ERC.device)
         change = _change(grams.get(False), grams.get(True), matrices_ERC.shape[-1])
         if change is not None:
             matrices_ERC[expert] += change
-            for call, rows in zip(mine, seen):
+            for call, rows in zip(routed, seen):
                 call.subtract_output(expert, rows @ change.mT)
-    return adapter.unmatrix(module, matrices_ERC).to(old.dtype), [*errors, batches.judged(measure)]
+    return adapter.unmatrix(module, matrices_ERC).to(old.dtype), [*errors, batches.validation_error(measure)]
 
 
 def _change(fitted: Tensor | None, judging: Tensor | None, columns: int) -> Tensor | None:
-    """The change ``[R, C]`` of a matrix by which the output lacks least; None if there is none.
+    """Fit the change ``[R, C]`` of a matrix that leaves the least residual; None if none lowers it.
 
-    Gram matrices are ``[C + R, C + R]``, of what the matrix is multiplied with and what the output lacks. The change is
-    the least squares for those that it is fitted to, pulled towards 0; the damping is the one with the least error for
+    Gram matrices are ``[C + R, C + R]``, of what the matrix is multiplied with and the residual. The change is the
+    least squares for those that it is fitted to, pulled towards 0; the damping is the one with the least error for
     those that judge.
     """
     if fitted is None or judging is None or not float(fitted.diagonal()[:columns].sum()) > 0:
@@ -195,10 +196,10 @@ def _change(fitted: Tensor | None, judging: Tensor | None, columns: int) -> Tens
     for damping in DAMPINGS:
         factor = torch.linalg.cholesky(among + eye * (damping * among.diagonal().mean()))
         change = torch.cholesky_solve(fitted[:columns, columns:], factor).mT
-        now = float(
+        new_error = float(
             ((change @ judging[:columns, :columns]) * change).sum()
             - 2 * (change.mT * judging[:columns, columns:]).sum()
         )
-        if now < least:
-            best, least = change.float(), now
+        if new_error < least:
+            best, least = change.float(), new_error
     return best

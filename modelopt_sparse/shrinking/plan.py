@@ -28,7 +28,7 @@ TAKEN = (
     *("progress", "distributed", "split_data", "output", "divergence"),
 )
 HOW = ("criterion", "refit", "blocks_by")
-WINDOWS = 4  # of text in a batch, or fewer, so that there are four batches: some fit, and others judge
+BATCH_WINDOWS = 4  # of text in a batch, or fewer, so that there are four batches: some fit, and others judge
 STALE = "parameters that change are new ones: make an optimizer afterwards"
 # names that users of other tools know, and what is not built -> what to do
 HINTS = {
@@ -43,16 +43,16 @@ def shrink_config(options: Mapping[str, Any], *, only_planned: bool = False) -> 
     for name in options.keys() & HINTS.keys():
         raise ValueError(f"option {name!r} is not known to shrink: {HINTS[name]}")
     refuse_unknown(options, [*ShrinkRequest._fields, *HOW, *TAKEN])
-    of_quality = {} if options.get("quality") is None else dict(quality_of(options["quality"]).options)
-    of_quality.pop("polish", None)
-    chosen = {**of_quality, **options}
+    quality_options = {} if options.get("quality") is None else dict(quality_of(options["quality"]).options)
+    quality_options.pop("polish", None)
+    chosen = {**quality_options, **options}
     if isinstance(reconstruct := chosen.get("reconstruct"), Mapping):
         if "masks" in (options.get("reconstruct") or {}):
             raise ValueError("reconstruct: masks: a shrunk model has none: leave it out")
         chosen["reconstruct"] = {key: value for key, value in reconstruct.items() if key != "masks"}
     tuned = chosen.get("reconstruct") or chosen.get("distill")  # such runs see to it themselves
     if chosen.get("data_loader") is None and not tuned:
-        chosen.setdefault("batch_size", max(1, min(WINDOWS, chosen.get("num_samples", 128) // WINDOWS)))
+        chosen.setdefault("batch_size", max(1, min(BATCH_WINDOWS, chosen.get("num_samples", 128) // BATCH_WINDOWS)))
     config = SparsifyConfig(pattern=Unstructured(0.5), **chosen)
     if not only_planned and config.data is None and config.data_loader is None:
         raise ValueError("shrink needs calibration data: give data_loader=, or data= with tokenizer=")
@@ -60,7 +60,7 @@ def shrink_config(options: Mapping[str, Any], *, only_planned: bool = False) -> 
 
 
 def settings_of_run(config: SparsifyConfig, request: ShrinkRequest, *, refit: bool) -> dict[str, Any]:
-    """What the report says that the run was asked for."""
+    """The settings of a run, for the report."""
     sizes = {"multiple_of": request.multiple_of, "tensor_parallel": request.tensor_parallel}
     return {**config.settings(), **sizes, "refit": refit}
 
@@ -85,13 +85,13 @@ class ShrinkPlan(Printed):
 
     def as_dict(self) -> dict[str, Any]:
         """The plan in plain values that JSON takes."""
-        changes = {what: list(pair) for what, pair in self.changes.items()}
+        changes = {name: list(pair) for name, pair in self.changes.items()}
         return {"changes": changes, "streamed_memory_bytes": self.streamed, "notes": list(self.notes)}
 
     def text(self, *, all_rows: bool = False) -> str:
         """What ``print`` shows."""
         del all_rows
-        lines = [f"{what}: {old:,} -> {new:,} ({new / old:.1%})" for what, (old, new) in self.changes.items() if old]
+        lines = [f"{name}: {old:,} -> {new:,} ({new / old:.1%})" for name, (old, new) in self.changes.items() if old]
         memory = [f"\n{memory_table({}, self.streamed)}\n"] if self.streamed else []
         return "\n".join([*lines, *memory, *(f"Note: {note}." for note in self.notes)])
 
@@ -114,7 +114,7 @@ def plan_shrink(model: nn.Module, *, batch_size: int | None = None, length: int 
     first, *rest = sizes_for(plain, planned, request.in_full(planned))
     twins = twin_of(plain, {}), first.narrow(plain, first.stay)
     old, new = (costs(twin, batch_size or 1, length) for twin in twins)
-    groups = [group for of_block in first.groups_in(plain, planned).values() for group in of_block]
+    groups = [group for block_groups in first.groups_in(plain, planned).values() for group in block_groups]
     refitted = {group.consumer.name: first.refits(config, refit) for group in groups}
     _, streamed = estimated(plain, planned.layers, planned.stacks, replace(config, enforce=False), refitted)
     streamed = {place: {part: size for part, size in held.items() if size} for place, held in streamed.items()}
@@ -129,7 +129,7 @@ def plan_shrink(model: nn.Module, *, batch_size: int | None = None, length: int 
             notes.append(f"{further[0]} becomes 0: transformers leaves the weights of these heads out")
     if rest:
         notes.append(f"data chooses among this and {', or '.join(map(str, rest))}")
-    changes = {**first.changes, **{what: (old[what], new[what]) for what in old if what in new}}
+    changes = {**first.changes, **{name: (old[name], new[name]) for name in old if name in new}}
     return ShrinkPlan(changes, tuple(notes), {} if request.budget is not None else streamed)
 
 

@@ -65,8 +65,8 @@ def write_aliases(config: PreTrainedConfig, name: str) -> None:
     where transformers writes "num_local_experts" alone."""
     path, _, key = name.rpartition(".")
     part = dict(_parts(config))[path]
-    for alias, of in part.attribute_map.items():
-        if of == key:
+    for alias, name_of_alias in part.attribute_map.items():
+        if name_of_alias == key:
             vars(part)[alias] = getattr(part, key)
 
 
@@ -100,19 +100,19 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
 
 
 def spans(module: nn.Module, twin: nn.Module) -> list[Span]:
-    """What differs in size between a module and its twin. Raises ValueError if they do not have the same tensors, but
-    for those that are not saved and that the twin does without, such as the frequencies of a kind of blocks that goes.
-    """
+    """The dimensions in which tensors of a module and its twin differ. Raises ValueError if they do not have the same
+    tensors, but for those that are not saved and that the twin does without, such as the frequencies of a kind of
+    blocks that goes."""
     tensors, twins = tensors_of(module), tensors_of(twin)
     spare = tensors.keys() - twins.keys() - module.state_dict().keys()
     if alone := sorted((tensors.keys() ^ twins.keys()) - spare):
         raise ValueError(f"{alone[0]!r} would be in one of the two models alone")
     different = []
-    for name, of_twin in twins.items():
+    for name, twin_tensor in twins.items():
         tensor = tensors[name]
-        if tensor.dim() != of_twin.dim():
-            raise ValueError(f"{name!r} would have {of_twin.dim()} dimensions, and has {tensor.dim()}")
-        sizes = enumerate(zip(tensor.shape, of_twin.shape))
+        if tensor.dim() != twin_tensor.dim():
+            raise ValueError(f"{name!r} would have {twin_tensor.dim()} dimensions, and has {tensor.dim()}")
+        sizes = enumerate(zip(tensor.shape, twin_tensor.shape))
         different += [Span(name, dim, old, new) for dim, (old, new) in sizes if old != new]
     return different
 
@@ -143,15 +143,15 @@ def resize_module(module: nn.Module, twin: nn.Module, stay: Mapping[tuple[str, i
     can be called again.
     """
     select(module, {(span.name, span.dim): stay[span.name, span.dim] for span in spans(module, twin)})
-    for part, of_twin in zip(module.modules(), twin.modules(), strict=True):
-        _take_sizes(vars(part), vars(of_twin))
+    for part, twin_part in zip(module.modules(), twin.modules(), strict=True):
+        _take_sizes(vars(part), vars(twin_part))
         if isinstance(config := vars(part).get("config"), PreTrainedConfig):
-            for (_, inner), (_, new) in zip(_parts(config), _parts(vars(of_twin)["config"]), strict=True):
+            for (_, inner), (_, new) in zip(_parts(config), _parts(vars(twin_part)["config"]), strict=True):
                 _take_sizes(vars(inner), vars(new))
 
 
 def _take_sizes(attributes: dict[str, Any], new: Mapping[str, Any]) -> None:
-    """Not by setattr: some are behind a property without a setter."""
+    """Take over sizes that differ. Not by setattr: some are behind a property without a setter."""
     for name, value in new.items():
         if not name.startswith("_") and _is_size(value) and name in attributes and attributes[name] != value:
             attributes[name] = copy.copy(value)
@@ -165,9 +165,9 @@ def _is_size(value: Any) -> bool:
 
 
 def clone(module: nn.Module, *, hooks: bool = True) -> Any:
-    """A model or block of its own, with a config of its own, that shares all tensors; without ``hooks``: without those
-    that are the module's own, not of modules inside."""
-    shared: dict[int, Any] = {id(each): each for each in tensors_of(module).values()}
+    """Copy a model or block with its config; all tensors are shared. Without ``hooks``, its own hooks are left out, and
+    those of modules inside are copied."""
+    shared: dict[int, Any] = {id(tensor): tensor for tensor in tensors_of(module).values()}
     if not hooks:  # what they are bound to may not be copied
         shared |= {id(value): type(value)() for name, value in vars(module).items() if name.endswith("_hooks")}
         forward = vars(module).get("forward")
@@ -197,7 +197,7 @@ class ChannelGroup:
     interleaved: bool = False
 
     def cuts(self, stay: Tensor) -> dict[tuple[str, int], Tensor]:
-        """What `resize_module` takes, for the channels ``stay``."""
+        """The indices for `resize_module` that keep the channels ``stay``."""
         cuts = {(self.span.name, self.span.dim): stay}
         for producer in self.producers:
             kinds = torch.arange(producer.old // self.span.old)
@@ -212,26 +212,26 @@ def channels_in(model: nn.Module, twin: nn.Module, blocks: Blocks) -> dict[str, 
 
 
 def _by_block(
-    model: nn.Module, twin: nn.Module, blocks: Blocks, groups_of: Callable[..., list[Found]], what: str
+    model: nn.Module, twin: nn.Module, blocks: Blocks, groups_of: Callable[..., list[Found]], kind: str
 ) -> dict[str, list[Found]]:
-    """Block -> ``groups_of`` it, of its twin and of its layers, for those that have any. ``what``: what is grouped."""
+    """Block -> ``groups_of`` it, its twin and its layers, if there are any. ``kind``: what they are, in words."""
     names = tuple(f"{name}." for name in blocks)
     if outside := [span.name for span in spans(model, twin) if not span.name.startswith(names)]:
         raise ValueError(f"it is a size of {outside[0]!r}, outside of the blocks")
     groups = {name: groups_of(block, twin.get_submodule(name), layers) for name, (block, layers) in blocks.items()}
     if not any(groups.values()):
-        raise ValueError(f"no {what} depend on it")
-    return {name: of_block for name, of_block in groups.items() if of_block}
+        raise ValueError(f"no {kind} depend on it")
+    return {name: block_groups for name, block_groups in groups.items() if block_groups}
 
 
 def _channel_groups(block: nn.Module, twin: nn.Module, layers: Sequence[Layer]) -> list[ChannelGroup]:
     paths = {module: path for path, module in block.named_modules()}
-    of_name = {full_name(paths[layer.owner], layer.param): layer for layer in layers}
-    modules = {name.rpartition(".")[0] for name in of_name}
+    by_name = {full_name(paths[layer.owner], layer.param): layer for layer in layers}
+    modules = {name.rpartition(".")[0] for name in by_name}
     producers: dict[Span, list[Span]] = {}  # of each consumer
     rest: list[Span] = []
     for span in spans(block, twin):
-        layer = of_name.get(span.name)
+        layer = by_name.get(span.name)
         if layer is not None and (layer.tied_modules or layer.adapter not in COLUMNS):
             raise ValueError(f"it is a size of {layer.name!r}, which is no linear layer of its own")
         if layer is not None and span.dim == COLUMNS[layer.adapter]:
@@ -244,11 +244,11 @@ def _channel_groups(block: nn.Module, twin: nn.Module, layers: Sequence[Layer]) 
         if near is None or not linear or span.old % near.old or span.old * near.new != span.new * near.old:
             raise ValueError(f"it is a size of {span.name!r}, which is not of channels between two linear layers")
         producers[near].append(span)
-    return [ChannelGroup(of_name[span.name], span, tuple(made)) for span, made in producers.items()]
+    return [ChannelGroup(by_name[span.name], span, tuple(made)) for span, made in producers.items()]
 
 
 def _common(*names: str) -> int:
-    """How many parts of their paths names have in common, from the beginning."""
+    """The number of parts that the paths of names have in common, from the beginning."""
     return sum(1 for _ in takewhile(lambda parts: len({*parts}) == 1, zip(*(name.split(".") for name in names))))
 
 
@@ -310,8 +310,8 @@ class ExpertGroup:
     protected: tuple[int, ...] = ()
 
     def cuts(self, stay: Tensor) -> dict[tuple[str, int], Tensor]:
-        """What `resize_module` and `select` take, for the experts ``stay``. What follows the experts (a shared one, one
-        without weights) is left as it is."""
+        """The indices for `resize_module` and `select` that keep the experts ``stay``, and all that follows the experts
+        in a tensor (a shared one, one without weights)."""
         return {(span.name, span.dim): torch.cat([stay, torch.arange(self.span.old, span.old)]) for span in self.spans}
 
     def per_group(self, experts: Iterable[int]) -> list[int]:
@@ -335,14 +335,14 @@ def _expert_groups(block: nn.Module, twin: nn.Module, layers: Sequence[Layer], g
             raise ValueError(f"it is a size of {span.name!r}, and the block has no fused experts")
         by_consumer[near].append(span)
     mixtures = []
-    for name, of_mixture in by_consumer.items():
-        last = next((span for span in of_mixture if span.name == name and span.dim == 0), None)
-        routed = [span for span in of_mixture if not span.name.startswith(name.rpartition(".")[0] + ".")]
+    for name, mixture_spans in by_consumer.items():
+        last = next((span for span in mixture_spans if span.name == name and span.dim == 0), None)
+        routed = [span for span in mixture_spans if not span.name.startswith(name.rpartition(".")[0] + ".")]
         if last is None or not routed:
             raise ValueError(f"it is not the number of experts of {name!r} that a router chooses among")
-        if odd := [span.name for span in of_mixture if span.old - span.new != last.old - last.new]:
+        if odd := [span.name for span in mixture_spans if span.old - span.new != last.old - last.new]:
             raise ValueError(f"{odd[0]!r} would lose another number than the experts")
-        mixtures.append(ExpertGroup(consumers[name], last, tuple(of_mixture), groups))
+        mixtures.append(ExpertGroup(consumers[name], last, tuple(mixture_spans), groups))
     return mixtures
 
 
@@ -363,7 +363,7 @@ def find_experts(model: PreTrainedModel, blocks: Blocks, new_of: Callable[[int],
         if any(x is None for x in left):
             raise ValueError(f"with {new[old]} the class builds no mixture: keep more")
         mixtures = experts_in(model, twin, blocks)
-        if different := counts - {group.span.old for of_block in mixtures.values() for group in of_block}:
+        if different := counts - {group.span.old for block_mixtures in mixtures.values() for group in block_mixtures}:
             raise ValueError(f"other mixtures have {min(different)} experts")
         return new[old]
 
@@ -377,8 +377,8 @@ def find_experts(model: PreTrainedModel, blocks: Blocks, new_of: Callable[[int],
 
 @dataclass(frozen=True)
 class BlockCount:
-    """How many ``blocks`` there are in a ``stack``, both by module path, and the ``name`` of that number in the config.
-    In a model, ``stay`` are the places of those that do."""
+    """The number of ``blocks`` in a ``stack``, both by module path, and its ``name`` in the config. Methods take as
+    ``stay`` the indices of the blocks that stay."""
 
     stack: str
     blocks: tuple[str, ...]
@@ -398,10 +398,10 @@ class BlockCount:
         return cls(stack.name, stack.names, _first([(key, count) for key in named], fits, problem, otherwise)[0])
 
     def any_without(self, gone: int, model: PreTrainedModel) -> list[int]:
-        """Places that stay when ``gone`` blocks in a row go, the last ones that can. Raises ValueError if none can."""
+        """Indices that stay when ``gone`` blocks in a row go, the last that can. Raises ValueError if none can."""
         count, reasons = len(self.blocks), []
         for end in range(count, gone - 1, -1):
-            stay = [place for place in range(count) if not end - gone <= place < end]
+            stay = [index for index in range(count) if not end - gone <= index < end]
             try:
                 self.check(stay, model)
             except ValueError as error:
@@ -411,15 +411,15 @@ class BlockCount:
         raise ValueError("; ".join(dict.fromkeys(reasons)))
 
     def changes(self, stay: Sequence[int], config: PreTrainedConfig) -> Changes:
-        """In the config: the number, and every list of what lies beside it that says something of each block."""
+        """The new values in the config: the number, and every list beside it that goes by blocks."""
         path, _, _ = self.name.rpartition(".")
         changes: Changes = {self.name: len(stay)}
         for name, value in vars(dict(_parts(config))[path]).items():
             if isinstance(value, (list, tuple)) and any(part in name for part in PER_BLOCK) and value:
                 if len(value) == len(self.blocks):
-                    changes[full_name(path, name)] = [value[place] for place in stay]
-                elif all(type(place) is int and 0 <= place < len(self.blocks) for place in value):
-                    changes[full_name(path, name)] = [stay.index(place) for place in value if place in stay]
+                    changes[full_name(path, name)] = [value[index] for index in stay]
+                elif all(type(index) is int and 0 <= index < len(self.blocks) for index in value):
+                    changes[full_name(path, name)] = [stay.index(index) for index in value if index in stay]
         return changes
 
     def check(self, stay: Sequence[int], model: PreTrainedModel) -> None:
@@ -435,6 +435,6 @@ class BlockCount:
     def drop(self, model: nn.Module, stay: Sequence[int]) -> None:
         """Take the other blocks out of a model."""
         blocks: Any = model.get_submodule(self.stack)
-        for place in range(len(blocks) - 1, -1, -1):
-            if place not in stay:
-                del blocks[place]
+        for index in range(len(blocks) - 1, -1, -1):
+            if index not in stay:
+                del blocks[index]

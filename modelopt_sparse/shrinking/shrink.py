@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from modelopt_sparse.accuracy.distill import Teacher, distill
+from modelopt_sparse.accuracy.distill import Teacher, distill_from
 from modelopt_sparse.accuracy.fisher import with_metrics
 from modelopt_sparse.accuracy.reconstruct import dense_goals, reconstruct
 from modelopt_sparse.accuracy.tuning import BatchNumbers
@@ -43,7 +43,7 @@ from modelopt_sparse.shrinking.sizes import ShrinkRequest, TargetSizes, costs, k
 
 LITTLE = 0.25  # an error from which on a block had no channels to spare
 CALLS = {"seconds of 1 x 128 tokens": 128, "seconds of one token": 1}
-SHORT = 1  # epochs of reconstruction that sizes within a budget are compared after
+TRIAL_EPOCHS = 1  # epochs of reconstruction that sizes within a budget are compared after
 WORSE = 2  # so many sizes in a row that are worse than the best end the search
 
 
@@ -103,13 +103,13 @@ def shrink(
         request = ShrinkRequest(mlp, blocks, experts, to, budget, kept, protect, multiple_of, tensor_parallel)
         request = request.in_full(plan)
         sizes = sizes_for(plain, plan, request)
-        how = criterion_of(request, sizes[0], config, criterion=criterion, refit=refit, blocks_by=blocks_by)
+        selection = criterion_of(request, sizes[0], config, criterion=criterion, refit=refit, blocks_by=blocks_by)
         if processes.size > 1:
             facts = common_to_processes(plain, plan, config)
-            facts |= {"the sizes": "; ".join(map(str, sizes)), "how it is chosen what goes": str(how)}
+            facts |= {"the sizes": "; ".join(map(str, sizes)), "how it is chosen what goes": str(selection)}
             processes.check_same(facts, "give all of them the same model and the same options")
-        report = Report.begin((), [STALE], settings_of_run(config, request, refit=how.refit))
-        shrink_to_one(Run(plain, plan, config, InMemory(), processes, report), sizes, how, budget)
+        report = Report.begin((), [STALE], settings_of_run(config, request, refit=selection.refit))
+        shrink_to_one(Run(plain, plan, config, InMemory(), processes, report), sizes, selection, budget)
         processes.barrier()
     return model
 
@@ -140,39 +140,39 @@ def _fixed(kept: Mapping[str, Any]) -> dict[str, Sequence[int]]:
 
 
 def shrink_to_one(
-    run: Run, sizes: Sequence[TargetSizes], how: Criterion, budget: Any = None, calls: list[Call] | None = None
+    run: Run, sizes: Sequence[TargetSizes], selection: Criterion, budget: Any = None, calls: list[Call] | None = None
 ) -> None:
-    """The run behind `shrink` and `shrink_checkpoint`: to the best of the sizes that a ``budget`` leaves, or to the
-    only ones. ``calls`` are those of the calibration data, if it has been read before."""
+    """The run behind `shrink` and `shrink_checkpoint`: shrink to the best of the sizes that a ``budget`` leaves, or to
+    the only ones. ``calls`` are those of the calibration data, if it has been read before."""
     with calibrating(run.model):
         with run.part("calibration data"):
             data = CalibrationData.load(run, calls)
         with run.part("budget"):
-            best = sizes[0] if budget is None else _best(data, sizes, how, budget)
-        _shrink(data, best, how)
+            best = sizes[0] if budget is None else _best(data, sizes, selection, budget)
+        _shrink(data, best, selection)
 
 
-def _best(data: CalibrationData, tried: Sequence[TargetSizes], how: Criterion, budget: Any) -> TargetSizes:
-    """Of several sizes those with the least divergence after a short repair, each on a copy of the model."""
+def _best(data: CalibrationData, tried: Sequence[TargetSizes], selection: Criterion, budget: Any) -> TargetSizes:
+    """Shrink a copy of the model to each of the sizes, with a short repair -> those with the least divergence."""
     run = data.run
     data.counted(data.output_of(0)[0] if data.calls else None)  # refused before any work
     options = run.config.reconstruct or Reconstruct()
-    config = replace(run.config, reconstruct=replace(options, epochs=SHORT), distill=None)
+    config = replace(run.config, reconstruct=replace(options, epochs=TRIAL_EPOCHS), distill=None)
     divergences: list[float] = []
     for sizes in tried:
         model: Any = copy.deepcopy(run.model)
         plan = plan_for(model, Magnitude(), config)
         trial = replace(run, model=model, plan=plan, config=config, report=Report.begin((), (), {}), known={})
-        divergences.append(_shrink(replace(data, run=trial), sizes, how).kl["reconstructed"])
+        divergences.append(_shrink(replace(data, run=trial), sizes, selection).kl["reconstructed"])
         if len(divergences) - divergences.index(min(divergences)) > WORSE:
             break
     measured = "; ".join(f"{sizes}: {kl:.4f}" for sizes, kl in zip(tried, divergences))
-    by, _ = in_words(run.report.settings.get("divergence"))
-    run.report.notes.append(f"budget {budget}: {by} after {SHORT} epoch of reconstruction: {measured}")
+    measure, _ = in_words(run.report.settings.get("divergence"))
+    run.report.notes.append(f"budget {budget}: {measure} after {TRIAL_EPOCHS} epoch of reconstruction: {measured}")
     return tried[divergences.index(min(divergences))]
 
 
-def _shrink(data: CalibrationData, sizes: TargetSizes, how: Criterion) -> Shrunk:
+def _shrink(data: CalibrationData, sizes: TargetSizes, selection: Criterion) -> Shrunk:
     """The run on one screen."""
     run, report = data.run, data.run.report
     model: Any = run.model
@@ -182,7 +182,7 @@ def _shrink(data: CalibrationData, sizes: TargetSizes, how: Criterion) -> Shrunk
         raise ValueError("shrink needs at least two calibration batches, one of which judges: give smaller batches")
     data, before = run_dense(data), costs(model)
     if (recalled := run.storage.recall()) is not None:
-        how = replace(how, fixed=_fixed(recalled["kept"]))
+        selection = replace(selection, fixed=_fixed(recalled["kept"]))
         if sizes.depth is not None:
             sizes = replace(sizes, stay=recalled["kept"]["blocks"][sizes.depth.stack], named=True)
     cutting = Cutting.tried(data, sizes)
@@ -191,17 +191,17 @@ def _shrink(data: CalibrationData, sizes: TargetSizes, how: Criterion) -> Shrunk
     with run.part("dense predictions"):
         # streamed, each call would read all weights
         judge = Judge(Teacher.of(data) if run.storage.resident else None, batches)
-    shrunk = Shrunk({name: [*pair] for name, pair in sizes.changes.items()}, how.name)
+    shrunk = Shrunk({name: [*pair] for name, pair in sizes.changes.items()}, selection.name)
     with run.part("choice of blocks"):
-        cutting = _without_blocks(cutting, data, judge, how, shrunk)
+        cutting = _drop_blocks(cutting, data, judge, selection, shrunk)
     with run.part("choice of channels"), skipped(model, cutting.gone):
         if not sizes.experts:
-            chosen = importance.channels(data, cutting.groups, batches, how) if cutting.groups else {}
-            cutting = _measured(replace(cutting, choices=chosen), judge, how, run, shrunk)
+            chosen = importance.channels(data, cutting.groups, batches, selection) if cutting.groups else {}
+            cutting = _measured(replace(cutting, choices=chosen), judge, selection, run, shrunk)
     with run.part("choice of experts"), skipped(model, cutting.gone):
         if sizes.experts:
-            chosen = mixtures.experts(data, cutting.groups, batches, how, cutting.narrow)
-            cutting = _measured(replace(cutting, choices=chosen), judge, how, run, shrunk)
+            chosen = mixtures.experts(data, cutting.groups, batches, selection, cutting.narrow)
+            cutting = _measured(replace(cutting, choices=chosen), judge, selection, run, shrunk)
     if recalled is None:
         run.storage.keep(asdict(shrunk))
     else:
@@ -223,18 +223,20 @@ def _shrink(data: CalibrationData, sizes: TargetSizes, how: Criterion) -> Shrunk
         judge.measure("reconstructed", shrunk)
     if run.config.distill is not None and judge.teacher is not None:
         with run.part("distillation"):
-            distill(replace(judge.teacher, data=replace(data, run=run)), run)
+            distill_from(replace(judge.teacher, data=replace(data, run=run)), run)
         judge.measure("distilled", shrunk)
     return shrunk
 
 
-def _without_blocks(cutting: Cutting, data: CalibrationData, judge: Judge, how: Criterion, shrunk: Shrunk) -> Cutting:
+def _drop_blocks(
+    cutting: Cutting, data: CalibrationData, judge: Judge, selection: Criterion, shrunk: Shrunk
+) -> Cutting:
     """Choose the blocks that go, and try it."""
     depth, stay = cutting.sizes.depth, cutting.sizes.stay
     if depth is None:
         return cutting
     gone = len(depth.blocks) - len(stay)
-    if not cutting.sizes.named and how.blocks == "influence":
+    if not cutting.sizes.named and selection.blocks == "influence":
         stay = importance.blocks_by_influence(data, judge.batches, depth, gone, shrunk)
     elif not cutting.sizes.named:
         stay = importance.blocks(judge, depth, gone, data.run, shrunk)
@@ -242,21 +244,21 @@ def _without_blocks(cutting: Cutting, data: CalibrationData, judge: Judge, how: 
     return cutting.with_blocks(data, stay)
 
 
-def _measured(cutting: Cutting, judge: Judge, how: Criterion, run: Run, shrunk: Shrunk) -> Cutting:
-    """The same. What stays of channels or experts, and what that costs, is noted."""
+def _measured(cutting: Cutting, judge: Judge, selection: Criterion, run: Run, shrunk: Shrunk) -> Cutting:
+    """Note what stays of channels or experts, and the divergence that it costs -> the same cutting."""
     for choice in cutting.chosen:
         _note(choice, shrunk, run.report)
     if cutting.sizes.experts:
         gone = fmean(choice.gates_gone for choice in cutting.chosen)
         run.report.notes.append(f"{gone:.1%} of all gates lay on the experts that go")
-    for step in ("as is", "refit") if cutting.choices and how.refit else ("as is",):
+    for step in ("as is", "refit") if cutting.choices and selection.refit else ("as is",):
         with cutting.tried_in(run.model, values=step == "refit"):
             judge.measure(step, shrunk)
     return cutting
 
 
 def _note(choice: Choice, shrunk: Shrunk, report: Report) -> None:
-    """What stays of one layer's channels, or of a mixture's experts, for the report."""
+    """Note what stays of one layer's channels, or of a mixture's experts, in the report."""
     name, tokens = choice.group.consumer.name, choice.tokens
     shrunk.kept.setdefault("mlp" if tokens is None else "experts", {})[name] = choice.stay.tolist()
     shrunk.scores[name] = [float(f"{score:.4g}") for score in choice.scores.tolist()]
@@ -276,7 +278,7 @@ def _complete(
     """Cut the rest, which needs no data, and leave the report."""
     model: Any = run.model
     cutting.everything(model)
-    shrunk.costs.update({what: [before[what], now] for what, now in costs(model).items()})
+    shrunk.costs.update({name: [before[name], new] for name, new in costs(model).items()})
     shrunk.costs.update(seconds)
     run.report.shrunk = shrunk
     attach_report(model, run.report)
@@ -306,7 +308,7 @@ def _repair(cutting: Cutting, data: CalibrationData) -> None:
                     if write_sparse is not None:  # by a run that was stopped
                         write_sparse()
                     elif tuned and changed and not goes:
-                        masks = dict.fromkeys(plan.layer.parameter for plan in task.layer_plans)
+                        masks = dict.fromkeys(layer_plan.layer.parameter for layer_plan in task.layer_plans)
                         reconstruct(task, tuned, masks, {}, inputs, run)
                     inputs.advance()
                 bar.update()
@@ -320,18 +322,18 @@ AGREE = 1.05
 
 
 def _seconds_of_calls(data: CalibrationData, cutting: Cutting) -> dict[str, list[float]]:
-    """Of the model and the smaller one, if they write text, of each kind of call here."""
+    """Time calls of the model and of the smaller one, if they write text -> title -> seconds of both."""
     model: Any = data.run.model
     smaller, measured = cutting.cut_clone(model), dict[str, list[float]]()
     longest = longest_window(model) or max(CALLS.values())
-    for what, length in CALLS.items() if writes_text(model) else ():
+    for title, length in CALLS.items() if writes_text(model) else ():
         ids = next((flat_tensors((call.args, call.kwargs))[0][:1] for call in data.calls or ()), torch.empty(0))
         if length <= longest and not ids.is_floating_point():
             row = ids.repeat(1, -(-length // ids.shape[1]))[:, :length].to(input_device(model))
             if seconds := seconds_of_call((model, smaller), row):
-                measured[what] = seconds
+                measured[title] = seconds
             else:
-                data.run.report.notes.append(f"{what} are not known: the machine was too busy to measure them")
+                data.run.report.notes.append(f"{title} are not known: the machine was too busy to measure them")
     return measured
 
 
@@ -344,8 +346,8 @@ def seconds_of_call(
     while len(seconds[0]) < TIMES or any(sorted(times)[2] > AGREE * min(times) for times in seconds):
         if len(seconds[0]) >= TIMES and sum(map(sum, seconds)) >= LONG:
             return []
-        for model, of_model in zip(models, seconds):
+        for model, times in zip(models, seconds):
             began = clock()
             flat_tensors(model(input_ids=ids))[0].flatten()[0].item()  # waits for the device
-            of_model.append(clock() - began)
+            times.append(clock() - began)
     return [*map(min, seconds)]

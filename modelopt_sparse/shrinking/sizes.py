@@ -60,8 +60,8 @@ class ShrinkRequest(NamedTuple):
     tensor_parallel: int = 1
 
     def in_full(self, planned: Plan) -> "ShrinkRequest":
-        """With ``kept`` as a mapping that names each mixture by the layer of its last matrices, whichever module
-        around it other tools name."""
+        """The request with ``kept`` as a mapping in which each mixture goes by the name of the layer of its last
+        matrices, whichever module around it other tools name."""
         if self.kept is None:
             return self
         choice, experts = kept_in(self.kept), dict[str, Any]()
@@ -73,10 +73,14 @@ class ShrinkRequest(NamedTuple):
 
 @dataclass(frozen=True)
 class TargetSizes:
-    """What the config will say. width, experts: name -> (as it is, as it will be) of widths of MLPs; of the number of
-    experts, which are routed in so many ``groups``, and of heads that predict further tokens, which become none. depth:
-    blocks, of which those at the places ``stay`` will; unless they are ``named`` so many, and data chooses them.
-    protected: layer of a mixture's last matrices -> experts that stay, whatever their scores."""
+    """The numbers that the config will hold.
+
+    width: name -> (as it is, as it will be), of widths of MLPs.
+    experts: the same of the number of experts, and of heads that predict further tokens, which become none.
+    groups: how many groups the experts are routed in.
+    depth: the number of blocks. stay: indices of those that stay; unless they are ``named``, data chooses so many.
+    protected: layer of a mixture's last matrices -> experts that stay, whatever their scores.
+    """
 
     width: Mapping[str, tuple[int, int]]
     experts: Mapping[str, tuple[int, int]] = field(default_factory=dict)
@@ -87,7 +91,7 @@ class TargetSizes:
     protected: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        """Such as "intermediate_size 288, num_hidden_layers 5"."""
+        """Text such as "intermediate_size 288, num_hidden_layers 5"."""
         return ", ".join(f"{name} {new:,}" for name, (_, new) in self.changes.items())
 
     @property
@@ -97,13 +101,13 @@ class TargetSizes:
         return {**self.width, **self.experts, **depth}
 
     def narrow(self, model: PreTrainedModel, stay: Sequence[int] | None = None) -> PreTrainedModel:
-        """The twin with this width; ``stay``: and with these blocks alone."""
+        """The model's twin with this width, and, if ``stay`` is given, with these blocks alone."""
         depth = {} if self.depth is None or stay is None else self.depth.changes(stay, model.config)
         numbers = {name: new for name, (_, new) in [*self.width.items(), *self.experts.items()]}
         return twin_of(model, {**numbers, **depth})
 
     def groups_in(self, model: PreTrainedModel, planned: Plan) -> Mapping[str, Sequence[Any]]:
-        """Block -> its channels that go together, or its mixtures, of which fewer stay."""
+        """Block -> its channels that go together, or its mixtures, of which the smaller model has fewer."""
         narrow, blocks = self.narrow(model), layers_by_block(planned)
         if not self.experts:
             return channels_in(model, narrow, blocks) if self.width else {}
@@ -113,13 +117,12 @@ class TargetSizes:
         }
 
     def refits(self, config: SparsifyConfig, refit: bool | None) -> bool:
-        """What ``refit`` stands for: of experts whose blocks are reconstructed, that does as well."""
+        """Whether values are fitted. None: not those of experts whose blocks are reconstructed, which does as well."""
         return not self.experts or config.reconstruct is None if refit is None else refit
 
 
 def sizes_for(model: PreTrainedModel, planned: Plan, request: ShrinkRequest) -> list[TargetSizes]:
-    """From what the user asks for to sizes; of a budget all that it leaves, by blocks. ``planned``: the model's layers
-    and stacks."""
+    """Turn the user's request into sizes; a budget leaves several, by blocks. ``planned``: of the model as it is."""
     passed = [name for name in ShrinkRequest._fields[:6] if getattr(request, name) is not None]
     if len(passed) != 1 and passed not in (["mlp", "blocks"], ["blocks", "experts"]):
         ways = "blocks= with mlp= or experts=, or to=, or budget=, or kept="
@@ -137,7 +140,7 @@ def sizes_for(model: PreTrainedModel, planned: Plan, request: ShrinkRequest) -> 
     sizes = TargetSizes({})
     if request.mlp is not None:
         _refuse_experts(planned)
-        _share("mlp", request.mlp, 1)  # before widths are tried with it
+        _count_that_goes("mlp", request.mlp, 1)  # before widths are tried with it
         name, old, new = find_width(model, layers_by_block(planned), lambda old: _width(request, old))
         sizes = replace(sizes, width={name: (old, new)})
     if request.experts is not None:
@@ -162,14 +165,14 @@ def layers_by_block(planned: Plan) -> dict[str, tuple[nn.Module, list[Layer]]]:
 
 
 def _refuse_experts(planned: Plan) -> None:
-    for plan in planned.layers:
-        if isinstance(plan.layer.adapter, RoutedAdapter) or plan.layer.mixture is not None:
+    for layer_plan in planned.layers:
+        if isinstance(layer_plan.layer.adapter, RoutedAdapter) or layer_plan.layer.mixture is not None:
             advice = "give experts= or blocks=, or to={'shared_expert_intermediate_size': 1024} or so"
-            raise ValueError(f"mlp= is for MLPs, and {plan.name!r} holds experts: {advice}")
+            raise ValueError(f"mlp= is for MLPs, and {layer_plan.name!r} holds experts: {advice}")
 
 
-def _share(name: str, value: Any, whole: int) -> float:
-    """How many of ``whole`` go, of a share (0.25, "25%") or a number."""
+def _count_that_goes(name: str, value: Any, whole: int) -> float:
+    """How many of ``whole`` go, which is given as a fraction (0.25, "25%") or a number."""
     if is_whole(value, 1):
         return value
     with suppress(ValueError):  # whose words are of patterns
@@ -180,7 +183,7 @@ def _share(name: str, value: Any, whole: int) -> float:
 
 def _width(request: ShrinkRequest, old: int) -> int:
     """The width that ``mlp`` leaves of an ``old`` one."""
-    exact = old - _share("mlp", request.mlp, old)
+    exact = old - _count_that_goes("mlp", request.mlp, old)
     new = int(exact) if is_whole(request.mlp, 1) else _rounded(request, old, exact, round)
     if not 0 < new < old:
         raise ValueError(f"mlp={request.mlp!r} makes {new} of {old} channels: give another, or a smaller multiple_of")
@@ -197,7 +200,7 @@ def _rounded(request: ShrinkRequest, old: int, exact: float, rounding: Callable[
 
 def _fewer_experts(experts: Any, old: int) -> int:
     """How many of ``old`` experts go."""
-    gone = math.floor(_share("experts", experts, old) + 1e-9)
+    gone = math.floor(_count_that_goes("experts", experts, old) + 1e-9)
     if not 0 < gone < old:
         raise ValueError(f"experts={experts!r} takes {gone} of {old} experts away: give a share of 1/{old} or more")
     return gone
@@ -226,7 +229,7 @@ def _protected(
 ) -> dict[str, list[int]]:
     """Layer of a mixture's last matrices -> the experts that ``protect=`` names, by globs of mixtures and layers."""
     groups = sizes.groups_in(model, planned) if protect and sizes.experts else {}
-    mixtures = {mixture.consumer.name: mixture for of_block in groups.values() for mixture in of_block}
+    mixtures = {mixture.consumer.name: mixture for block_groups in groups.values() for mixture in block_groups}
     holders = {name: [name, *accumulate(name.split("."), "{}.{}".format)] for name in mixtures}
     check_globs(protect, [path for paths in holders.values() for path in paths], "mixture whose experts go")
     protected: dict[str, list[int]] = {}
@@ -249,11 +252,11 @@ def _blocks(model: PreTrainedModel, planned: Plan, blocks: Any) -> dict[str, Any
         advice = " or ".join(f"to={{{BlockCount.find(model, stack).name!r}: ...}}" for stack in planned.stacks)
         raise ValueError(f"blocks= is for a model with one stack of blocks: give {advice}")
     count, named = len(planned.stacks[0].blocks), isinstance(blocks, (list, tuple))
-    gone = blocks if named else range(round(_share("blocks", blocks, count)))
+    gone = blocks if named else range(round(_count_that_goes("blocks", blocks, count)))
     if not 0 < len(set(gone)) == len(gone) < count or not all(is_whole(x, 0) and x < count for x in gone):
         raise ValueError(f"blocks={blocks!r}: give how many of the {count} blocks go, or name some, each once, from 0")
     depth = BlockCount.find(model, planned.stacks[0])
-    stay = [place for place in range(count) if place not in gone]
+    stay = [index for index in range(count) if index not in gone]
     if named:
         depth.check(stay, model)
     return {"depth": depth, "stay": stay if named else depth.any_without(len(gone), model), "named": named}
@@ -301,25 +304,25 @@ def kept_in(kept: Any) -> Mapping[str, Any]:
 
 
 def _sizes_of(choice: Mapping[str, Any], planned: Plan) -> dict[str, Any]:
-    """``mlp``, ``experts`` and ``blocks`` of a choice."""
+    """The options ``mlp``, ``experts`` and ``blocks`` that a choice amounts to."""
     gone: dict[str, Any] = {}
-    for what, unit, dim in (("mlp", "channels", -1), ("experts", "experts", 0)):
-        sizes = {plan.name: plan.shape[dim] for plan in planned.layers}
+    for option, unit, dim in (("mlp", "channels", -1), ("experts", "experts", 0)):
+        sizes = {layer_plan.name: layer_plan.shape[dim] for layer_plan in planned.layers}
         counts = set()
-        for name, indices in choice.get(what, {}).items():
+        for name, indices in choice.get(option, {}).items():
             old = sizes.get(name, 0)
             if sorted(set(indices)) != list(indices) or not set(indices) <= set(range(old)):
                 raise ValueError(f"kept= of {name!r}: give ascending indices of its {old} {unit}, each once")
             counts.add(old - len(indices))
         if len(counts) > 1:
             raise ValueError(f"kept= has different numbers of {unit}: all blocks must have as many")
-        gone[what] = next(iter(counts), None)
+        gone[option] = next(iter(counts), None)
     counts = {stack.name: len(stack.blocks) for stack in planned.stacks}
     blocks: list[int] = []
     for name, stay in sorted(choice.get("blocks", {}).items()):
         if name not in counts:
             raise ValueError(f"kept= names blocks of {name!r}, which is no stack of this model")
-        blocks += [place for place in range(counts[name]) if place not in stay]
+        blocks += [index for index in range(counts[name]) if index not in stay]
     return {**gone, "blocks": blocks or None}
 
 
@@ -327,12 +330,13 @@ def _check_kept(choice: Mapping[str, Any], model: PreTrainedModel, planned: Plan
     """Raise ValueError if a choice does not name just the layers that are cut in blocks that stay, or if it leaves
     more experts of one group than of another."""
     blocks = () if sizes.depth is None else sizes.depth.blocks
-    gone = {name for place, name in enumerate(blocks) if place not in sizes.stay}
+    gone = {name for index, name in enumerate(blocks) if index not in sizes.stay}
     groups = sizes.groups_in(model, planned)
-    cut = {group.consumer.name: group for name, of_block in groups.items() if name not in gone for group in of_block}
-    for what, is_cut in (("mlp", not sizes.experts), ("experts", bool(sizes.experts))):
-        if different := sorted((cut.keys() if is_cut else set()) ^ choice.get(what, {}).keys()):
-            raise ValueError(f"kept= of {what!r}: {different[0]!r} is missing, or is not cut: name the layers that are")
+    cut = {group.consumer.name: group for name, in_block in groups.items() if name not in gone for group in in_block}
+    for option, is_cut in (("mlp", not sizes.experts), ("experts", bool(sizes.experts))):
+        if different := sorted((cut.keys() if is_cut else set()) ^ choice.get(option, {}).keys()):
+            advice = "name the layers that are"
+            raise ValueError(f"kept= of {option!r}: {different[0]!r} is missing, or is not cut: {advice}")
     for name, mixture in cut.items() if sizes.experts else ():
         counts = mixture.per_group(choice["experts"][name])
         if len(counts) < mixture.groups or len({*counts}) > 1:
@@ -379,7 +383,7 @@ def _within(model: PreTrainedModel, planned: Plan, request: ShrinkRequest) -> li
 
 
 def _ceiling(model: PreTrainedModel, budget: Any) -> tuple[str, int]:
-    """What a budget counts, by its name among costs, and the most that it leaves."""
+    """(what a budget counts, by its name among costs; the most that it leaves)."""
     if isinstance(budget, str):
         budget = re.sub(r"([KMGT])B( bytes)?$", lambda match: f"{SCALES[match[1]]} bytes", budget.strip())
     parsed = parse_budget(budget, tuple(COUNTED))
@@ -393,7 +397,8 @@ def _ceiling(model: PreTrainedModel, budget: Any) -> tuple[str, int]:
 
 
 def costs(model: PreTrainedModel, batch: int = 0, length: int = 0) -> dict[str, int]:
-    """Of a model; on the meta device also of a call, which is made there: no formula, and no values."""
+    """Parameters and bytes of a model; on the meta device also FLOPs and cache of a call, which is made there: no
+    formula, and no values."""
     known = {"parameters": sum(parameter.numel() for parameter in model.parameters())}
     known["bytes"] = sum(parameter.nbytes for parameter in model.parameters())
     if batch and model.can_generate() and not model.config.is_encoder_decoder:

@@ -26,7 +26,7 @@ from modelopt_sparse.calibration.dense import BlockTask
 from modelopt_sparse.calibration.stats import DeferredStats, InputFacts, SharedInput, collect, part_of
 from modelopt_sparse.methods.alps import DAMPING, Scaled, polish
 from modelopt_sparse.methods.base import Solution, Stats, masked_solution, output_energy
-from modelopt_sparse.methods.patterns import NM, cut
+from modelopt_sparse.methods.patterns import NM, sub_pattern
 from modelopt_sparse.methods.scores import GivenMask
 from modelopt_sparse.model.devices import free_what_can_be_freed, is_out_of_memory
 from modelopt_sparse.model.masking import named_masks, set_mask
@@ -57,20 +57,20 @@ def errors_name_layer(layer_plan: LayerPlan, when: str) -> Iterator[None]:
 # fewer at once; of one matrix some rows, where rows are independent and the pattern counts in a row.
 
 
-class States:
-    """What methods have prepared from the statistics of one input. Layers with the same method and options share it."""
+class Prepared:
+    """The statistics of one input, and the states that methods prepare from them, one for each set of options."""
 
     def __init__(self, stats: Stats | None) -> None:
         self.stats = stats
-        self._states: list[tuple[LayerPlan, Any]] = []
+        self._prepared: list[tuple[LayerPlan, Any]] = []
         self.scaled = cache(partial(Scaled.of, stats))  # damping -> what polish shares
 
     def of(self, layer_plan: LayerPlan) -> Any:
-        for other, state in self._states:
-            if (other.method, other.options) == (layer_plan.method, layer_plan.options):
+        for known_plan, state in self._prepared:
+            if (known_plan.method, known_plan.options) == (layer_plan.method, layer_plan.options):
                 return state
         state = layer_plan.method.prepare(self.stats, layer_plan.options)
-        self._states.append((layer_plan, state))
+        self._prepared.append((layer_plan, state))
         return state
 
 
@@ -78,28 +78,32 @@ InputStats = Stats | DeferredStats | None  # None where a method needs none
 
 
 @dataclass(frozen=True)
-class Job:
-    """A layer, or some of its experts, ready to be solved: a plan whose pattern lies within the mask that stays, the
-    dense weight as a matrix, the states of its input, and that of its method."""
+class LayerTask:
+    """A layer, or some of its experts, ready to be solved.
 
-    plan: LayerPlan
+    layer_plan: its pattern lies within the mask that stays.
+    weight: the dense weight as a matrix.
+    prepared: what is shared with other layers of this input. state: what the method has prepared.
+    """
+
+    layer_plan: LayerPlan
     weight: Tensor
-    states: States
+    prepared: Prepared
     state: Any
 
     @classmethod
-    def of(cls, layer_plan: LayerPlan, experts: range, states: States, stats: InputStats, run: Run) -> "Job":
-        """The weight is a copy: a method that writes to its input does not reach the model."""
+    def of(cls, layer_plan: LayerPlan, experts: range, prepared: Prepared, stats: InputStats, run: Run) -> "LayerTask":
+        """Copy the weight, so that a method that writes to its input does not reach the model."""
         where = slice(experts.start, experts.stop) if layer_plan.routed else slice(None)
-        states = States(stats and part_of(stats, experts)) if layer_plan.routed else states
-        device = run.config.device if states.stats is None else states.stats.square_sums.device
+        prepared = Prepared(stats and part_of(stats, experts)) if layer_plan.routed else prepared
+        device = run.config.device if prepared.stats is None else prepared.stats.square_sums.device
         weight = layer_plan.layer.matrix(layer_plan.layer.values[where].to(device, copy=True))
         pattern, method = layer_plan.pattern_now, layer_plan.method
         if pattern.within is not None:
             pattern = replace(pattern, within=pattern.within[where].to(weight.device))
         if isinstance(method, GivenMask):
-            method = method.cut(where)
-        return cls(replace(layer_plan, pattern=pattern, method=method), weight, states, states.of(layer_plan))
+            method = method.part(where)
+        return cls(replace(layer_plan, pattern=pattern, method=method), weight, prepared, prepared.of(layer_plan))
 
 
 @dataclass(frozen=True)
@@ -112,29 +116,29 @@ class SolvedPiece:
     energy: float
 
 
-def solve_piece(job: Job, rows: slice, began: float, run: Run) -> SolvedPiece:
-    """The method, and the steps that follow it, on some rows; time counts from ``began``.
+def solve_piece(task: LayerTask, rows: slice, began: float, run: Run) -> SolvedPiece:
+    """Solve some rows by the method, and take the steps that follow it; time counts from ``began``.
 
     Polish leaves no row worse by its own objective; dense values may.
     """
-    plan, weight, stats, config = job.plan, job.weight[..., rows, :], job.states.stats, run.config
-    method, pattern = plan.method, cut(plan.pattern, rows)
+    layer_plan, weight, stats, config = task.layer_plan, task.weight[..., rows, :], task.prepared.stats, run.config
+    method, pattern = layer_plan.method, sub_pattern(layer_plan.pattern, rows)
     if isinstance(method, GivenMask):
-        method = method.cut((..., rows, slice(None)))
-    solution = method.solve(weight, job.state, pattern, plan.options)
-    _check_solution(replace(plan, pattern=pattern), weight, solution)
+        method = method.part((..., rows, slice(None)))
+    solution = method.solve(weight, task.state, pattern, layer_plan.options)
+    _check_solution(replace(layer_plan, pattern=pattern), weight, solution)
     steps = [StepReport.of(method.name, solution.error, time.perf_counter() - began)]
-    for step in plan.steps:
+    for step in layer_plan.steps:
         began = time.perf_counter()
         if step == "dense-values":
             solution = masked_solution(weight, solution.mask, stats)
         elif step == "polish":
-            scaled = job.states.scaled(plan.options.get("damping", DAMPING))
+            scaled = task.prepared.scaled(layer_plan.options.get("damping", DAMPING))
             solution = polish(weight, solution, scaled, config.polish)
         else:
             continue  # reconstruction follows when all layers of the block are solved
         steps.append(StepReport.of(step, solution.error, time.perf_counter() - began))
-    energy = 1.0 if weight.numel() == plan.size else output_energy(weight, stats)
+    energy = 1.0 if weight.numel() == layer_plan.size else output_energy(weight, stats)
     return SolvedPiece(solution, steps, energy)
 
 
@@ -146,8 +150,8 @@ def _check_solution(layer_plan: LayerPlan, weight: Tensor, solution: Solution) -
     elif solution.mask.dtype != torch.bool or solution.mask.shape != weight.shape:
         wrong = f"mask is {solution.mask.dtype} {list(solution.mask.shape)}, not torch.bool {list(weight.shape)}"
     elif solution.weight.shape != weight.shape or solution.weight.dtype != weight.dtype:
-        there = f"{solution.weight.dtype} {list(solution.weight.shape)}"
-        wrong = f"weight is {there}, not {weight.dtype} {list(weight.shape)}"
+        form = f"{solution.weight.dtype} {list(solution.weight.shape)}"
+        wrong = f"weight is {form}, not {weight.dtype} {list(weight.shape)}"
     elif not torch.isfinite(solution.weight).all():
         wrong = "weight holds NaN or inf"
     elif solution.weight.masked_fill(solution.mask, 0).count_nonzero():
@@ -161,8 +165,7 @@ def _check_solution(layer_plan: LayerPlan, weight: Tensor, solution: Solution) -
 
 
 def joined(layer_plan: LayerPlan, pieces: Sequence[SolvedPiece], notes: Sequence[str] = ()) -> SolvedPiece:
-    """Pieces that follow each other in a layer as one. Errors are relative to the energy of all of them. ``notes`` are
-    added to those of the pieces."""
+    """Put consecutive pieces of a layer together, with errors relative to all of it. ``notes`` are added to theirs."""
     if len(pieces) == 1 and not notes:
         return pieces[0]
     total = sum(part.energy for part in pieces)
@@ -183,8 +186,8 @@ def joined(layer_plan: LayerPlan, pieces: Sequence[SolvedPiece], notes: Sequence
         StepReport.of(same[0].step, error(step.error for step in same), sum(step.seconds for step in same))
         for same in zip(*(part.steps for part in pieces))
     ]
-    said = dict.fromkeys(note for part in pieces for note in part.solution.notes)
-    solution = Solution(weight, mask, error(part.solution.error for part in pieces), (*said, *notes))
+    piece_notes = dict.fromkeys(note for part in pieces for note in part.solution.notes)
+    solution = Solution(weight, mask, error(part.solution.error for part in pieces), (*piece_notes, *notes))
     return SolvedPiece(solution, steps, total)
 
 
@@ -225,35 +228,35 @@ class PieceSizes:
 
     @property
     def notes(self) -> list[str]:
-        """What to say in the report about pieces that memory has forced."""
-        now = {"expert": (self.experts, self._whole[0]), "row": (self.rows, self._whole[1])}
-        sizes = [f"one {what}" if n == 1 else f"{n} {what}s" for what, (n, whole) in now.items() if n < whole]
+        """The report's note on pieces that memory has forced."""
+        limits = {"expert": (self.experts, self._whole[0]), "row": (self.rows, self._whole[1])}
+        sizes = [f"one {unit}" if n == 1 else f"{n} {unit}s" for unit, (n, whole) in limits.items() if n < whole]
         return [f"solved {', '.join(f'{size} at a time' for size in sizes)}, because memory ran out"] if sizes else []
 
 
-def solve_layer(layer_plan: LayerPlan, experts: range, states: States, stats: InputStats, run: Run) -> SolvedPiece:
-    """All of a layer, or some of its experts, in as few pieces as there is memory for. Layers with one input share
-    ``states``; each expert has an input of its own, a part of ``stats``."""
+def solve_layer(layer_plan: LayerPlan, experts: range, prepared: Prepared, stats: InputStats, run: Run) -> SolvedPiece:
+    """Solve all of a layer, or some of its experts, in as few pieces as there is memory for. Layers with one input
+    share ``prepared``; each expert has an input of its own, a part of ``stats``."""
     sizes, done = PieceSizes(layer_plan, run), []
-    job: Job | None = None
+    task: LayerTask | None = None
     start, row, began = experts.start, 0, time.perf_counter()
     while start < experts.stop:
         some = range(start, min(start + sizes.experts, experts.stop))
         rows = slice(row, min(row + sizes.rows, layer_plan.shape[-2]))
         try:
             with errors_name_layer(layer_plan, "while it was solved"):
-                job = job or Job.of(layer_plan, some, states, stats, run)
-                done.append(solve_piece(job, rows, began, run))
+                task = task or LayerTask.of(layer_plan, some, prepared, stats, run)
+                done.append(solve_piece(task, rows, began, run))
         except MemoryError:
-            if not sizes.halve(rows=job is not None):
+            if not sizes.halve(rows=task is not None):
                 raise
         else:
             row, began = rows.stop, time.perf_counter()
             if row == layer_plan.shape[-2]:
-                job, start, row = None, some.stop, 0
+                task, start, row = None, some.stop, 0
             continue
         if sizes.experts < len(some):
-            job = None
+            task = None
         free_what_can_be_freed()  # what the attempt held: its error is gone by now, and the frames that it kept alive
     return joined(layer_plan, done, sizes.notes)
 
@@ -261,9 +264,9 @@ def solve_layer(layer_plan: LayerPlan, experts: range, states: States, stats: In
 # several processes ----------------------------------------------------------------------------------------------------
 
 
-def work_shares(groups: Sequence[Sequence[LayerPlan]], run: Run) -> dict[str, dict[range, int]]:
-    """Layer name -> experts (all of anything else) -> the process that solves them. Layers of a group share an input
-    and what is prepared from it. The costliest are dealt out first, each to the process that would be done with it
+def assign_owners(groups: Sequence[Sequence[LayerPlan]], run: Run) -> dict[str, dict[range, int]]:
+    """Layer name -> experts (all of anything else) -> the rank that solves them. Layers of a group share an input and
+    what is prepared from it. The costliest are dealt out first, each to the process that would be done with it
     first.
 
     A layer costs the seconds that one of its kind took before, if they are known of all layers, else a count of
@@ -271,11 +274,11 @@ def work_shares(groups: Sequence[Sequence[LayerPlan]], run: Run) -> dict[str, di
     that no process holds the rows of more than those at a time.
     """
     size = run.processes.size
-    shares: dict[str, dict[range, int]] = {}
+    owners: dict[str, dict[range, int]] = {}
     load = [0.0] * size
     has: list[set[int]] = [set() for _ in load]  # the groups whose preparation a process has paid for
     waiting: list[tuple[float, float, int, str, range]] = []
-    seconds: dict[str, Any] = {plan.name: run.known.get(kind_of_layer(plan)) for group in groups for plan in group}
+    seconds: dict[str, Any] = {x.name: run.known.get(kind_of_layer(x)) for group in groups for x in group}
     measured = all(value is not None for value in seconds.values())
     for number, group in enumerate(groups):
         for layer_plan in group:
@@ -286,8 +289,8 @@ def work_shares(groups: Sequence[Sequence[LayerPlan]], run: Run) -> dict[str, di
             elif layer_plan.routed:
                 step = -(-matrices // size)
             pieces = [range(start, min(start + step, matrices)) for start in range(0, matrices, step)]
-            shares[layer_plan.name] = {experts: turn % size for turn, experts in enumerate(pieces)}
-            for experts, owner in shares[layer_plan.name].items():
+            owners[layer_plan.name] = {experts: turn % size for turn, experts in enumerate(pieces)}
+            for experts, owner in owners[layer_plan.name].items():
                 prepared, solved = len(experts) * columns**3 / 3, len(experts) * rows * columns**2
                 if measured:  # with what was prepared for it
                     prepared, solved = 0, len(experts) / matrices * seconds[layer_plan.name]
@@ -298,20 +301,20 @@ def work_shares(groups: Sequence[Sequence[LayerPlan]], run: Run) -> dict[str, di
                     group_number = -1 - len(waiting) if alone else number
                     waiting.append((solved, prepared, group_number, layer_plan.name, experts))
     for solved, prepared, number, name, experts in sorted(waiting, key=lambda work: -work[0]):
-        ends = [now + solved + (0 if number in known else prepared) for now, known in zip(load, has)]
+        ends = [busy + solved + (0 if number in known else prepared) for busy, known in zip(load, has)]
         owner = ends.index(min(ends))
-        load[owner], shares[name][experts] = ends[owner], owner
+        load[owner], owners[name][experts] = ends[owner], owner
         has[owner].add(number)
-    return shares
+    return owners
 
 
 def kind_of_layer(layer_plan: LayerPlan) -> tuple:
-    """Layers of one kind take the same time, about."""
+    """The key of layers that take about the same time."""
     return "seconds", layer_plan.recipe, layer_plan.shape, str(layer_plan.pattern)
 
 
 @dataclass(frozen=True)
-class Solved:
+class SolvedLayer:
     """A layer with its solution, the steps that led to it, and what the report says of its input."""
 
     layer_plan: LayerPlan
@@ -320,33 +323,33 @@ class Solved:
     input: InputFacts
 
 
-def solve_layers(shared_inputs: Sequence[SharedInput], run: Run) -> Iterator[Solved]:
-    """Solve the layers of some inputs, one after the other. Where several processes work together, each solves its
-    share, and the layers come when all of them have been solved.
+def solve_layers(shared_inputs: Sequence[SharedInput], run: Run) -> Iterator[SolvedLayer]:
+    """Solve the layers of some inputs, one after the other. Of several processes each solves some of them, and the
+    layers come when all have been solved.
 
     Errors name the layer: ValueError for solutions that break the method contract, MemoryError where memory runs out
     and no smaller pieces would help.
     """
     size = run.processes.size
-    shares = work_shares([shared.layer_plans for shared in shared_inputs], run)
-    own: dict[tuple[str, range], SolvedPiece] = {}
+    owners = assign_owners([shared.layer_plans for shared in shared_inputs], run)
+    local: dict[tuple[str, range], SolvedPiece] = {}
     for shared in shared_inputs:
-        states = States(None if isinstance(shared.stats, DeferredStats) else shared.stats)
+        prepared = Prepared(None if isinstance(shared.stats, DeferredStats) else shared.stats)
         for layer_plan in shared.layer_plans:
-            of_layer = [*shares[layer_plan.name].items()]
-            for first in range(0, len(of_layer), size):  # a turn: each process has at most one of those dealt out so
-                for experts, stats in _own_work(of_layer[first : first + size], shared.stats, run):
-                    solved = solve_layer(layer_plan, experts, states, stats, run)
+            parts = [*owners[layer_plan.name].items()]
+            for first in range(0, len(parts), size):  # a turn: each process has at most one of those dealt out so
+                for experts, stats in _own_work(parts[first : first + size], shared.stats, run):
+                    solved = solve_layer(layer_plan, experts, prepared, stats, run)
                     if size == 1:
-                        yield Solved(layer_plan, solved.solution, solved.steps, InputFacts.of(shared.stats))
+                        yield SolvedLayer(layer_plan, solved.solution, solved.steps, InputFacts.of(shared.stats))
                     else:
-                        own[layer_plan.name, experts] = solved
+                        local[layer_plan.name, experts] = solved
                     del solved, stats  # not held while the next layer is solved
     for shared in shared_inputs if size > 1 else ():
         for layer_plan in shared.layer_plans:
-            solved = joined(layer_plan, _exchanged(layer_plan, shares[layer_plan.name], own, run))
+            solved = joined(layer_plan, _exchanged(layer_plan, owners[layer_plan.name], local, run))
             run.known[kind_of_layer(layer_plan)] = sum(step.seconds for step in solved.steps)
-            yield Solved(layer_plan, solved.solution, solved.steps, InputFacts.of(shared.stats))
+            yield SolvedLayer(layer_plan, solved.solution, solved.steps, InputFacts.of(shared.stats))
 
 
 def _own_work(turn: Sequence[tuple[range, int]], stats: InputStats, run: Run) -> list[tuple[range, InputStats]]:
@@ -360,22 +363,22 @@ def _own_work(turn: Sequence[tuple[range, int]], stats: InputStats, run: Run) ->
 
 
 def _exchanged(
-    layer_plan: LayerPlan, shares: Mapping[range, int], own: dict[tuple[str, range], SolvedPiece], run: Run
+    layer_plan: LayerPlan, owners: Mapping[range, int], local: dict[tuple[str, range], SolvedPiece], run: Run
 ) -> list[SolvedPiece]:
-    """What the processes have solved of a layer, in all of them. What this one has solved is taken out of ``own``."""
+    """Send the solved pieces of a layer to all processes. Those of this process are taken out of ``local``."""
     device = run.config.device or layer_plan.layer.values.device
     pieces = []
-    for experts, owner in shares.items():
+    for experts, owner in owners.items():
         shape = (len(experts), *layer_plan.shape[-2:]) if layer_plan.routed else layer_plan.shape
-        part, facts = own.pop((layer_plan.name, experts), None), None
+        part, facts = local.pop((layer_plan.name, experts), None), None
         if part is None:
             weight = torch.empty(shape, dtype=layer_plan.layer.parameter.dtype, device=device)
             bits = torch.empty(-(-math.prod(shape) // 8), dtype=torch.uint8, device=device)
         else:
             weight, bits = part.solution.weight, as_bits(part.solution.mask)
             facts = (part.solution.error, part.solution.notes, part.steps, part.energy)
-        of_ranks = run.processes.broadcast(f"layer {layer_plan.name!r}", [weight, bits], [owner] * 2, facts)
-        error, notes, steps, energy = of_ranks[owner]
+        by_rank = run.processes.broadcast(f"layer {layer_plan.name!r}", [weight, bits], [owner] * 2, facts)
+        error, notes, steps, energy = by_rank[owner]
         pieces.append(part or SolvedPiece(Solution(weight, from_bits(bits, shape), error, notes), steps, energy))
     return pieces
 
@@ -440,14 +443,14 @@ def sparsify_block(block: BlockTask, run: Run, judge: Callable[[], float] | None
     return later
 
 
-def _movable(solved: Solved, config: SparsifyConfig) -> dict[nn.Parameter, Movable]:
-    """The weight of a layer that is to be written, if its mask is to move while the block is tuned."""
-    plan, sums = solved.layer_plan, solved.input.square_sums
+def _movable(solved: SolvedLayer, config: SparsifyConfig) -> dict[nn.Parameter, Movable]:
+    """The weight of a solved layer as a `Movable`, if its mask is to move while the block is tuned."""
+    layer_plan, sums = solved.layer_plan, solved.input.square_sums
     if config.reconstruct is None or config.reconstruct.masks == "frozen" or config.masks is not None or sums is None:
         return {}
-    if plan.layer.parameter.dtype == torch.float16:  # "auto" leaves these as they are; "move" is refused
+    if layer_plan.layer.parameter.dtype == torch.float16:  # "auto" leaves these as they are; "move" is refused
         return {}
-    return {plan.layer.parameter: Movable.of(plan.layer, plan.pattern_now, sums)}
+    return {layer_plan.layer.parameter: Movable.of(layer_plan.layer, layer_plan.pattern_now, sums)}
 
 
 # writing a solution into the model ------------------------------------------------------------------------------------
@@ -462,7 +465,7 @@ FEW_TOKENS = {
 
 
 @torch.no_grad()
-def attach(solved: Solved, permuted: str | None, run: Run) -> dict[nn.Parameter, Tensor]:
+def attach(solved: SolvedLayer, permuted: str | None, run: Run) -> dict[nn.Parameter, Tensor]:
     """Write a layer's solution, in place, and report it -> for reconstruction, if that follows, the parameter's mask.
 
     A layer is written whole or not at all, whatever fails: Ctrl-C waits.
@@ -487,19 +490,19 @@ def attach(solved: Solved, permuted: str | None, run: Run) -> dict[nn.Parameter,
     return {} if config.reconstruct is None else {layer.parameter: mask}
 
 
-def layer_report(solved: Solved, permuted: str | None, config: SparsifyConfig) -> LayerReport:
-    plan, solution, steps = solved.layer_plan, solved.solution, solved.steps
+def layer_report(solved: SolvedLayer, permuted: str | None, config: SparsifyConfig) -> LayerReport:
+    layer_plan, solution, steps = solved.layer_plan, solved.solution, solved.steps
     notes = [*solution.notes, *([permuted] if permuted else []), *_few_tokens(solved, config)]
     if dead := solved.input.dead:
         notes.append(f"{dead} of {solved.input.channels} input channels were zero on all calibration data (dead)")
     return LayerReport(
-        name=plan.name,
-        parameter=plan.layer.parameter_name,
-        type=plan.type,
-        shape=list(plan.shape),
+        name=layer_plan.name,
+        parameter=layer_plan.layer.parameter_name,
+        type=layer_plan.type,
+        shape=list(layer_plan.shape),
         recipe="+".join([*([PERMUTED] if permuted else []), *(step.step for step in steps)]),
-        pattern=str(plan.pattern),
-        options=dict(plan.options),
+        pattern=str(layer_plan.pattern),
+        options=dict(layer_plan.options),
         zeros=solution.mask.numel() - int(solution.mask.count_nonzero()),  # a sum would be of 8-byte copies
         size=solution.mask.numel(),
         error=steps[-1].error,
@@ -512,15 +515,15 @@ def layer_report(solved: Solved, permuted: str | None, config: SparsifyConfig) -
     )
 
 
-def _few_tokens(solved: Solved, config: SparsifyConfig) -> list[str]:
-    """Which experts got fewer tokens than `min_tokens`, and what was done about that."""
-    what = f"experts with fewer than {config.min_tokens} tokens {FEW_TOKENS[config.experts].format(config.min_tokens)}"
+def _few_tokens(solved: SolvedLayer, config: SparsifyConfig) -> list[str]:
+    """Note the experts that got fewer tokens than `min_tokens`, and what was done about them."""
+    label = f"experts with fewer than {config.min_tokens} tokens {FEW_TOKENS[config.experts].format(config.min_tokens)}"
     counts = enumerate(solved.input.expert_tokens)
     few = [f"{expert} ({count})" for expert, count in counts if count < config.min_tokens]
-    notes = [f"{what}: {', '.join(few)}"] if few else []
+    notes = [f"{label}: {', '.join(few)}"] if few else []
     calibrated = solved.input.error_from != "weights"
     if solved.layer_plan.layer.mixture is not None and calibrated and solved.input.tokens < config.min_tokens:
-        notes.append(f"{what}: this one ({solved.input.tokens})")
+        notes.append(f"{label}: this one ({solved.input.tokens})")
     return notes
 
 

@@ -172,9 +172,9 @@ class DynamicSparsityAlgorithm(SparsityAlgorithm):
                     raise RuntimeError(f"{name!r} has no gradient after step {self.step}: keep it until then")
                 matrix = matrix.clone(memory_format=torch.contiguous_format)
                 matrix.grad = weight.layer.matrix(gradient).to(matrix.dtype)
-            for what, values in (("weight", matrix), ("gradient of", matrix.grad)):
+            for label, values in (("weight", matrix), ("gradient of", matrix.grad)):
                 if values is not None and not values.isfinite().all():
-                    raise RuntimeError(f"{what} {name!r} holds NaN or inf after step {self.step}: training diverged")
+                    raise RuntimeError(f"{label} {name!r} holds NaN or inf after step {self.step}: training diverged")
             self.generator = generator_for(self.seed, name, self.step)
             mask = self.update_mask(matrix, weight.layer.matrix(weight.mask), levels[name])
             weight.mask = weight.layer.unmatrix(mask).contiguous()
@@ -223,9 +223,9 @@ class DropAndGrow(DynamicSparsityAlgorithm):
         """Where weights should grow, shaped like the matrix ``p``; larger = grow."""
 
     def update_mask(self, p: Tensor, mask: Tensor, sparsity: float) -> Tensor:
-        share = min(max(self.drop_fraction(self.step, self.when.before(self.step)), 0.0), 1.0)
+        fraction = min(max(self.drop_fraction(self.step, self.when.before(self.step)), 0.0), 1.0)
         return drop_and_grow(
-            p, mask, self.score(p), drop_fraction=share, level=sparsity, scope=self.scope, pattern=self.pattern
+            p, mask, self.score(p), drop_fraction=fraction, level=sparsity, scope=self.scope, pattern=self.pattern
         )
 
     def describe(self) -> dict[str, Any]:
@@ -277,7 +277,7 @@ class Group(Sparsity):
             raise TypeError(f"{shown(include)}: {algorithm!r} is no sparsity algorithm")
         if algorithm is not None and algorithm.include != Filter():
             raise ValueError(f"{shown(include)}: the group says which parameters; leave include out of its algorithms")
-        if any(algorithm is other for _, other in self._groups if other is not None):
+        if any(algorithm is member for _, member in self._groups if member is not None):
             raise ValueError(f"{shown(include)}: this {type(algorithm).__name__} is in the group already: make another")
         self._groups.append((parse_filter(include), algorithm))
 
@@ -287,7 +287,7 @@ class Group(Sparsity):
             self.add(include, algorithm)
 
     def __repr__(self) -> str:
-        entries = [f"{shorten(str(include), NAMED, placeholder=' ...')}: {each}" for include, each in self._groups]
+        entries = [f"{shorten(str(include), NAMED, placeholder=' ...')}: {member}" for include, member in self._groups]
         return f"Group({', '.join(entries)})"
 
     def __getitem__(self, index: int) -> SparsityAlgorithm | None:

@@ -65,18 +65,18 @@ def _section_in(content: Mapping[str, Any]) -> Any:
     """
     value, beside = content[SECTION], {key: content[key] for key in content if key != SECTION}
     known = {*SPELLINGS, *NAMES}.union(*map(_options_of, _classes().values()))
-    options = [key for key, each in beside.items() if key in known or not isinstance(each, (Mapping, list))]
+    options = [key for key, entry in beside.items() if key in known or not isinstance(entry, (Mapping, list))]
     if isinstance(value, Mapping):
         kind = str(value.get("type")).lower()
         is_schedule = kind in KINDS or ("type" in value and kind not in _classes() and options)
         return content if is_schedule else value
     if isinstance(value, (list, tuple)):
-        return value if any(isinstance(each, Mapping) for each in value) else content
+        return value if any(isinstance(entry, Mapping) for entry in value) else content
     return value if beside and not options else content
 
 
 def read_sections(path: str | Path) -> Mapping[str, Any]:
-    """What a YAML file holds; nothing, if that is no mapping. Raises ValueError if it cannot be read."""
+    """Read a YAML file; {} if it holds no mapping. Raises ValueError if it cannot be read."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -114,7 +114,7 @@ def _of_section(section: Any) -> Sparsity:
     return group
 
 
-def algorithm_of(section: Mapping[str, Any], where: str, **more: Any) -> SparsityAlgorithm:
+def algorithm_of(section: Mapping[str, Any], where: str, **keywords: Any) -> SparsityAlgorithm:
     """The algorithm that a mapping describes. Which parameters it names is not looked at, but stands in ``more``."""
     options = {key: value for key, value in _present_spelling(section, where).items() if key not in NAMES}
     name, classes = options.pop("algorithm", "static"), _classes()
@@ -124,7 +124,7 @@ def algorithm_of(section: Mapping[str, Any], where: str, **more: Any) -> Sparsit
     check_flag(f"{where}: add_summaries", summaries)
     refuse_unknown(options, list(_options_of(cls)), f"{where}: {cls.__name__}: ")
     try:
-        algorithm = cls(**options, **more)
+        algorithm = cls(**options, **keywords)
     except (ValueError, TypeError) as error:
         raise ValueError(f"{where}: {error}") from None
     if summaries:
@@ -133,7 +133,7 @@ def algorithm_of(section: Mapping[str, Any], where: str, **more: Any) -> Sparsit
 
 
 def log_level(tag: str, value: float, step: int) -> None:
-    """Where a YAML file's ``add_summaries: true`` writes levels: Python's logging, as INFO."""
+    """Write a level to Python's logging, as INFO: the writer behind a YAML file's ``add_summaries: true``."""
     LOG.info("step %d: %s %.6g", step, tag, value)
 
 

@@ -92,7 +92,7 @@ def distill(
     if square_head:
         end.enter_context(student.register_forward_pre_hook(_ask_for_hidden_states, with_kwargs=True))
     # a closure: a deepcopy of the model copies what is bound to a partial or to a method, which would be the teacher
-    end.enter_context(student.register_forward_hook(lambda *it: _distilled(weights, teacher, *it), with_kwargs=True))
+    end.enter_context(student.register_forward_hook(lambda *x: _distilled(weights, teacher, *x), with_kwargs=True))
     return end
 
 
@@ -118,9 +118,9 @@ def _distilled(
 
 
 def _refuse_parts_of_the_model(student: nn.Module, teacher: nn.Module) -> None:
-    own = {*student.modules(), *(weight for weight in student.parameters() if weight.requires_grad)}
+    parts = {*student.modules(), *(weight for weight in student.parameters() if weight.requires_grad)}
     for name, part in (*teacher.named_modules(), *teacher.named_parameters()):
-        if part in own:
+        if part in parts:
             raise ValueError(
                 f"{name or type(part).__name__!r} of the teacher is the model's own: give a deepcopy of the model"
             )
@@ -150,7 +150,7 @@ def _ask(teacher: nn.Module, student: nn.Module, args: tuple, kwargs: Mapping[st
 def _positional(module: nn.Module) -> list[str]:
     """The names of the arguments that ``module.forward`` takes by position."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [name for name, it in inspect.signature(module.forward).parameters.items() if it.kind in kinds]
+    return [name for name, parameter in inspect.signature(module.forward).parameters.items() if parameter.kind in kinds]
 
 
 # the loss -------------------------------------------------------------------------------------------------------------
@@ -159,7 +159,7 @@ def _positional(module: nn.Module) -> list[str]:
 def _loss(
     weights: _Weights, student: nn.Module, named: Mapping[str, Any], output: Any, logits: Tensor, answer: Any
 ) -> Tensor:
-    """What replaces the student's own loss. ``named``: the arguments that it was called with."""
+    """The loss that takes the place of the student's own. ``named``: the arguments that it was called with."""
     work = torch.promote_types(logits.dtype, torch.float32)
     loss = torch.zeros((), dtype=work, device=logits.device)
     counts = _counts(student, named, logits.shape[:-1]).to(logits.device)
@@ -177,25 +177,25 @@ def _loss(
         total = rows.where(counts.flatten(), 0).sum()
         loss = loss + weights.kl * weights.temperature**2 * (total / count).to(work)
     if weights.task:
-        if (own := output.get("loss")) is None:
+        if (task_loss := output.get("loss")) is None:
             raise ValueError(f"distill(task={weights.task}): the model gives no loss of its own: give labels")
-        loss = loss + weights.task * own
+        loss = loss + weights.task * task_loss
     if weights.square_head:
-        share = 1.0 if items is None else counts.sum() / items
+        fraction = 1.0 if items is None else counts.sum() / items
         square_head = _square_head(_hidden_states(output, "model"), _hidden_states(answer, "teacher"), student, named)
-        loss = loss + weights.square_head * share * square_head.to(loss.device, work)
+        loss = loss + weights.square_head * fraction * square_head.to(loss.device, work)
     return loss
 
 
-def _logits(output: Any, who: str) -> Tensor:
+def _logits(output: Any, side: str) -> Tensor:
     logits = output.get("logits") if isinstance(output, Mapping) else None
     if not isinstance(logits, Tensor) or logits.dim() not in (2, 3):
-        raise ValueError(f"distill: the {who} gives no logits: use one with a head, without return_dict=False")
+        raise ValueError(f"distill: the {side} gives no logits: use one with a head, without return_dict=False")
     return logits
 
 
 def _counts(student: nn.Module, named: Mapping[str, Any], shape: torch.Size) -> Tensor:
-    """Which predictions count: bool, of the logits' shape without its last dimension."""
+    """The predictions that count: bool, of the logits' shape without its last dimension."""
     name = next((name for name in ("shift_labels", "labels") if isinstance(named.get(name), Tensor)), None)
     if len(shape) == 1:  # samples: labels may have any shape and meaning, and padding is inside of them
         if name is None or named[name].is_floating_point() or named[name].numel() != shape[0]:
@@ -214,24 +214,24 @@ def _counts(student: nn.Module, named: Mapping[str, Any], shape: torch.Size) -> 
 
 
 def _token_mask(student: nn.Module, named: Mapping[str, Any], shape: torch.Size) -> Tensor:
-    """Which tokens ``[B, S]`` are no padding."""
+    """The tokens ``[B, S]`` that are no padding, as bool."""
     name = "decoder_attention_mask" if is_encoder_decoder(student) else "attention_mask"
     mask = named.get(name)
     if mask is None:
         return torch.ones(shape, dtype=torch.bool)
     if not isinstance(mask, Tensor) or mask.shape != shape:
-        what = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
-        raise ValueError(f"distill: {name} {what} does not say which of {list(shape)} tokens are padding")
+        form = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        raise ValueError(f"distill: {name} {form} does not say which of {list(shape)} tokens are padding")
     return mask != 0
 
 
 # SquareHead -----------------------------------------------------------------------------------------------------------
 
 
-def _hidden_states(output: Any, who: str) -> tuple[Tensor, ...]:
+def _hidden_states(output: Any, side: str) -> tuple[Tensor, ...]:
     states = output.get("hidden_states") if isinstance(output, Mapping) else None
     if not states:
-        raise ValueError(f"distill: the {who} gives no hidden_states: leave square_head out")
+        raise ValueError(f"distill: the {side} gives no hidden_states: leave square_head out")
     return tuple(states)[1:] or tuple(states)  # the first are the embeddings, which are no layer
 
 
@@ -240,7 +240,7 @@ def _square_head(
 ) -> Tensor:
     """The mean over layers of MSE(h, t) / MSE(t, 0), of hidden states ``[B, S, H]`` and tokens that are no padding."""
     if [x.shape for x in states] != [x.shape for x in taught]:
-        sizes = [f"{len(each)} hidden states {list(each[0].shape)}" for each in (states, taught)]
+        sizes = [f"{len(side)} hidden states {list(side[0].shape)}" for side in (states, taught)]
         raise ValueError(f"distill: the model has {sizes[0]}, the teacher {sizes[1]}: leave square_head out")
     real = _token_mask(student, named, states[0].shape[:-1])
     errors = []

@@ -35,7 +35,7 @@ from modelopt_sparse.model.masking import (
     dense_class,
     dense_gradient,
     refuse_what_cannot_be_sparse,
-    renew_all_zeros,
+    rezero_all,
     update_mask,
     zero_state,
 )
@@ -49,7 +49,7 @@ from modelopt_sparse.training.updates import AtSteps, Constant, EveryFew
 BLOCKS, DEFAULT = "blocks", "default"
 DENSE_WORDS = ("embedding", "norm", "lm_head")  # in a parameter's name; those of the Cerebras Model Zoo
 
-INDEX = 4  # bytes of an index in CSR
+INDEX_BYTES = 4  # bytes of an index in CSR
 STILL = "its mask does not move: no optimizer trains it"
 
 # parameters -----------------------------------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ class Weight:
     def zero(self) -> None:
         """Write +0.0 to pruned places of the weight and of its optimizers' state."""
         for module in self.holders.values():
-            renew_all_zeros(module, recurse=False, tell=False)
+            rezero_all(module, recurse=False, tell=False)
         self._zero_states()
 
     def _zero_states(self) -> None:
@@ -205,11 +205,11 @@ def parse_filter(include: Any) -> Filter:
     if include in (BLOCKS, DEFAULT):
         return Filter(choice=include)
     several = isinstance(include, Iterable) and not isinstance(include, (str, bytes, Mapping))
-    each: tuple[Any, ...] = tuple(include) if several else (include,)
-    if each and all(isinstance(one, str) for one in each):
-        return Filter(globs=each)
-    if each and all(isinstance(one, re.Pattern) for one in each):
-        return Filter(regexes=tuple(one.pattern for one in each))
+    entries: tuple[Any, ...] = tuple(include) if several else (include,)
+    if entries and all(isinstance(one, str) for one in entries):
+        return Filter(globs=entries)
+    if entries and all(isinstance(one, re.Pattern) for one in entries):
+        return Filter(regexes=tuple(one.pattern for one in entries))
     allowed = f"globs such as '*.mlp.*.weight', compiled regular expressions, {DEFAULT!r}, {BLOCKS!r} or None (all)"
     raise ValueError(f"include={shown(include)}: give {allowed}")
 
@@ -224,13 +224,13 @@ def reasons(model: nn.Module, weights: Sequence[Weight], choice: str) -> dict[st
     layers, others = find_layers(model)
     prunable = {module for layer in layers for module in (layer.owner, *layer.hooked_modules)}
     protected = protected_modules(model, prunable, one_block=False)
-    no_layer = {name: other.reason for other in others for name in other.names}
+    no_layer = {name: weight.reason for weight in others for name in weight.names}
     default = {weight.name: _reason(weight, protected, no_layer) for weight in weights}
     if choice == DEFAULT:
         return default
     plan = plan_for(model, Magnitude(), SparsifyConfig(pattern=Unstructured(0.5), replace=True))
     planned = {layer_plan.layer.parameter_name for layer_plan in plan.layers}
-    skipped = {each.name: "" if OTHER in each.reason else each.reason for each in plan.skipped}
+    skipped = {weight.name: "" if OTHER in weight.reason else weight.reason for weight in plan.skipped}
     return {
         name: "" if name in planned else reason or skipped.get(name.removesuffix(".weight"), "not in a block")
         for name, reason in default.items()
@@ -286,7 +286,7 @@ class TrainingPlan(Printed):
     def text(self, *, all_rows: bool = False) -> str:
         """What ``print`` shows: equal rows folded, 100 columns. ``all_rows``: a line for each, as wide as it is."""
         names = [row.name for row in self.rows]
-        skipped = {each.name: each.reason for each in self.skipped}
+        skipped = {weight.name: weight.reason for weight in self.skipped}
         zeros, size = sum(row.zeros for row in self.rows), sum(row.size for row in self.rows)
         columns = [
             Column("type", [row.type for row in self.rows]),
@@ -329,7 +329,7 @@ def plan_training(model: nn.Module, members: Sequence[tuple[Filter, Any]]) -> tu
             weight.algorithm = outcome
     chosen = [weight for weight in weights if weight.algorithm is not None]
     if not chosen:
-        why = first_few(sorted({each.reason for each in skipped})) or "it has no parameters"
+        why = first_few(sorted({weight.reason for weight in skipped})) or "it has no parameters"
         raise ValueError(f"nothing to make sparse in this {type(model).__name__}: {why}")
     levels = levels_at(0, chosen)
     rows = tuple(_row(weight, levels[weight.name]) for weight in chosen)
@@ -365,10 +365,10 @@ def _misfit(weight: Weight, algorithm: Any) -> str | None:
         return "frozen: nothing trains it (requires_grad is False)"
     if parameter.numel() == 0:
         return "it is empty"
-    embeddings = [each for each in weight.holders.values() if isinstance(each, (nn.Embedding, nn.EmbeddingBag))]
-    if algorithm.needs_gradient and any(each.sparse for each in embeddings):
-        what = f"{weight.name!r} is of an embedding with sparse=True, whose gradient has no pruned places"
-        raise ValueError(f"{what}: build it with sparse=False")
+    embeddings = [module for module in weight.holders.values() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))]
+    if algorithm.needs_gradient and any(module.sparse for module in embeddings):
+        problem = f"{weight.name!r} is of an embedding with sparse=True, whose gradient has no pruned places"
+        raise ValueError(f"{problem}: build it with sparse=False")
     if algorithm.needs_gradient and parameter.dtype == torch.float16:
         raise ValueError(f"{weight.name!r} is float16, too coarse for gradients: use float32 under autocast")
     rows, columns = weight.empty_matrix().shape[-2:]
@@ -390,7 +390,8 @@ def levels_at(step: int, weights: Collection[Weight]) -> dict[str, float]:
     for weight in weights:
         one = weight.shape[-2:] if isinstance(weight.layer.adapter, RoutedAdapter) else weight.shape
         shapes.setdefault(weight.algorithm, {})[weight.name] = one
-    return {name: level for algorithm, own in shapes.items() for name, level in algorithm.levels(own, step).items()}
+    levels = [algorithm.levels(by_name, step) for algorithm, by_name in shapes.items()]
+    return {name: level for by_name in levels for name, level in by_name.items()}
 
 
 def zeros_by_name(
@@ -398,7 +399,7 @@ def zeros_by_name(
 ) -> dict[str, int]:
     """How many zeros the members give each parameter that they take: before training; by a schedule, at ``levels``."""
     _, chosen = plan_training(model, members)
-    levels = {**levels, **levels_at(0, [each for each in chosen if isinstance(each.algorithm.sparsity, Constant)])}
+    levels = {**levels, **levels_at(0, [x for x in chosen if isinstance(x.algorithm.sparsity, Constant)])}
     return {weight.name: _zeros(weight, levels[weight.name]) for weight in chosen}
 
 
@@ -434,7 +435,7 @@ def _notes(
             f"({kinds}; {first_few(unusual, 3)}): choose others by include='default' or include='blocks'"
         )
     algorithms = dict.fromkeys(weight.algorithm for weight in chosen)
-    open_scopes = {type(each).__name__ for each in algorithms if each.asks_for_scope and not each.scope_is_chosen}
+    open_scopes = {type(x).__name__ for x in algorithms if x.asks_for_scope and not x.scope_is_chosen}
     if isinstance(model, PreTrainedModel) and model.get_output_embeddings() is not None and open_scopes:
         notes.append(
             f"{' and '.join(sorted(open_scopes))} without a scope counts per matrix, as published: in language models "
@@ -445,10 +446,10 @@ def _notes(
             f"{first_few(over, 3)}: zeros are there already, and a random mask prunes other weights as well: give "
             "init_method='topk', which keeps the largest, or 'from_zeros'"
         )
-    for each in algorithms:
-        stop = each.when.stop if isinstance(each.when, EveryFew) else None
-        if stop is not None and not any(map(each.when.fires, range(1, stop))):
-            notes.append(f"masks of {each!r} never move: update stops before it comes to a step")
+    for algorithm in algorithms:
+        stop = algorithm.when.stop if isinstance(algorithm.when, EveryFew) else None
+        if stop is not None and not any(map(algorithm.when.fires, range(1, stop))):
+            notes.append(f"masks of {algorithm!r} never move: update stops before it comes to a step")
     return tuple(notes)
 
 
@@ -529,7 +530,7 @@ def cost(model: nn.Module, *args: Any, dense_every: int | None = None, **kwargs:
         live = int(mask.count_nonzero())
         pruned += mask.numel() - live
         plain_bytes += mask.numel() * size
-        csr_bytes += live * (size + INDEX) + (math.prod(mask.shape[:-1]) + 1) * INDEX
+        csr_bytes += live * (size + INDEX_BYTES) + (math.prod(mask.shape[:-1]) + 1) * INDEX_BYTES
     weights = sum(parameter.numel() for parameter in model.parameters())
     dense, sparse = products.dense, round(products.sparse)
     unseen = [weight.name for weight in sparse_weights if len(weight.shape) > 1 and not products.flops[weight.name]]
@@ -571,13 +572,13 @@ class Products(TorchDispatchMode):
         if formula is None:
             self.uncounted |= {name} if MULTIPLIES.search(name) else set()
             return out
-        flops, share = formula(*args, **kwargs, out_val=out), 1.0
+        flops, live = formula(*args, **kwargs, out_val=out), 1.0
         for read in flat_tensors((args, kwargs)):
             if (weight := self.weights.get(read.untyped_storage()._cdata)) is not None:
                 self.flops[weight.name] += flops
-                share *= _live_share(weight, read) if weight.is_sparse else 1.0
+                live *= _live_share(weight, read) if weight.is_sparse else 1.0
         self.dense += flops
-        self.sparse += flops * share
+        self.sparse += flops * live
         return out
 
 

@@ -30,7 +30,7 @@ from modelopt_sparse.checkpoint.save import add_masks, restore
 from modelopt_sparse.distributed import first_difference, is_fully_sharded
 from modelopt_sparse.model.devices import unwrapped
 from modelopt_sparse.model.find import model_inside, usable
-from modelopt_sparse.model.masking import SUFFIX, let_gradients_through, named_masks, remove_masks, set_mask
+from modelopt_sparse.model.masking import SUFFIX, named_masks, pass_pruned_gradients, remove_masks, set_mask
 from modelopt_sparse.reports.report import Report, attach_report, attached_report, merged_report
 from modelopt_sparse.reports.values import LayerReport
 from modelopt_sparse.training.planner import Filter, TrainingPlan, Weight, levels_at, plan_training
@@ -135,29 +135,29 @@ class Sparsity(ABC):
         if any(weight.moves for weight in chosen):
             self._hooks[model] = model.register_forward_pre_hook(Reminder(type(self).__name__))
         before = attached_report(model)
-        own = Report.begin(plan.skipped, plan.notes, {SETTING: {"step": step, **self._describe_members()}})
-        own.layers = [_entry(weight) for weight in chosen]
-        for entry in own.layers:
+        report = Report.begin(plan.skipped, plan.notes, {SETTING: {"step": step, **self._describe_members()}})
+        report.layers = [_entry(weight) for weight in chosen]
+        for entry in report.layers:
             LOG.debug("sparse: %s, %s, %d of %d zeros", entry.parameter, entry.recipe, entry.zeros, entry.size)
-        for each in plan.skipped:
-            LOG.debug("dense: %s (%s)", each.name, each.reason)
-        attach_report(model, own if before is None else merged_report(before, own))
+        for dense in plan.skipped:
+            LOG.debug("dense: %s (%s)", dense.name, dense.reason)
+        attach_report(model, report if before is None else merged_report(before, report))
         self._set_step(step)
 
     def _describe_members(self) -> dict[str, Any]:
         """The algorithms in plain values, by which saved states are compared."""
-        described = [[str(include), None if each is None else each.describe()] for include, each in self.members()]
+        described = [[str(include), None if x is None else x.describe()] for include, x in self.members()]
         return {"algorithms": described}
 
     def _record(self, model: nn.Module, chosen: Sequence[Weight] = ()) -> dict[str, Any] | None:
-        """What stands of this algorithm in the model's report, among those that have trained other parameters. None if
-        it has not trained the model, or if one of ``chosen`` has lost its mask."""
-        report, own = attached_report(model), self._describe_members()
+        """What the model's report holds of this algorithm, among those that have trained other parameters. None if it
+        has not trained the model, or if one of ``chosen`` has lost its mask."""
+        report, members = attached_report(model), self._describe_members()
         if report is None or not all(weight.is_sparse for weight in chosen):
             return None
         runs = [report.settings, *(run["settings"] for run in report.earlier)]
         records = (run[SETTING] for run in runs if SETTING in run)
-        return next((each for each in records if each.get("algorithms") == own["algorithms"]), None)
+        return next((record for record in records if record.get("algorithms") == members["algorithms"]), None)
 
     # optimizers -------------------------------------------------------------------------------------------------------
 
@@ -197,13 +197,13 @@ class Sparsity(ABC):
         if self._model is not None:
             remove_masks(self._model, self._names())
         self._hooks, self._model = {}, None
-        for each in (self, *self.algorithms()):
-            each.sparse_params = {}
+        for algorithm in (self, *self.algorithms()):
+            algorithm.sparse_params = {}
 
     def _forget_plain(self) -> None:
         """Drop parameters that carry no mask any more, as after `mts.export`; with the last of them go all hooks."""
-        for each in (self, *self.algorithms()):
-            each.sparse_params = {name: weight for name, weight in each.sparse_params.items() if weight.is_sparse}
+        for member in (self, *self.algorithms()):
+            member.sparse_params = {name: weight for name, weight in member.sparse_params.items() if weight.is_sparse}
         if not self.sparse_params:
             self.remove()
 
@@ -239,31 +239,31 @@ class Sparsity(ABC):
         if finished > self.step:
             self._set_step(finished)
             self._find_still()
-            due = [each for each in self.algorithms() if self.autoupdate and each.when.fires(self.step)]
+            due = [algorithm for algorithm in self.algorithms() if self.autoupdate and algorithm.when.fires(self.step)]
             for algorithm in due:
                 algorithm.update()
             if due and (difference := first_difference(self._digests())):
                 name, rank = difference
-                what = f"the mask of {name!r} is not the same in rank {rank} as here, at step {self.step}"
-                raise RuntimeError(f"{what}: use DDP or FSDP")
+                problem = f"the mask of {name!r} is not the same in rank {rank} as here, at step {self.step}"
+                raise RuntimeError(f"{problem}: use DDP or FSDP")
             self._tell_levels()
 
     def _set_step(self, step: int) -> None:
-        for each in (self, *self.algorithms()):
-            each.step = step
+        for algorithm in (self, *self.algorithms()):
+            algorithm.step = step
         self._let_gradients_through()
         if self._model is not None and (record := self._record(self._model)):
             record["step"] = step
 
     def _let_gradients_through(self) -> None:
-        """In the backward passes before an update that asks for it, gradients reach pruned places. All parameters here
-        have one flag, so that a compiled model has two graphs and not more."""
+        """Let gradients reach pruned places in the backward passes before an update that asks for it. All parameters
+        here have one flag, so that a compiled model has two graphs and not more."""
         if self._model is not None:
             wanted = any(
                 algorithm.needs_gradient and (not self.autoupdate or algorithm.when.fires(self.step + 1))
                 for algorithm in self.algorithms()
             )
-            let_gradients_through(self._model, wanted, self._names())
+            pass_pruned_gradients(self._model, wanted, self._names())
 
     def algorithms(self) -> list[Any]:
         return [algorithm for _, algorithm in self.members() if algorithm is not None]
@@ -279,7 +279,7 @@ class Sparsity(ABC):
         return self._register_level_hook(lambda algorithm, name, wanted, _: hook(algorithm, name, wanted))
 
     def register_computed_sparsity_hook(self, hook: Callable[[Any, str, float], object]) -> RemovableHandle:
-        """The same with the level that each parameter has: the share of zeros in its mask."""
+        """Call ``hook(algorithm, name, level)`` after every step with the fraction of zeros in each mask."""
         return self._register_level_hook(lambda algorithm, name, _, actual: hook(algorithm, name, actual))
 
     def add_summaries(self, writer: Any) -> RemovableHandle:
@@ -306,12 +306,12 @@ class Sparsity(ABC):
         return handle
 
     def _tell_levels(self) -> None:
-        for each in dict.fromkeys((self, *self.algorithms())):
-            if each._level_hooks:
-                targets = levels_at(self.step, each.sparse_params.values())
-                for name, weight in each.sparse_params.items():
+        for algorithm in dict.fromkeys((self, *self.algorithms())):
+            if algorithm._level_hooks:
+                targets = levels_at(self.step, algorithm.sparse_params.values())
+                for name, weight in algorithm.sparse_params.items():
                     actual = 1 - int(weight.mask.sum()) / weight.mask.numel()
-                    for hook in tuple(each._level_hooks.values()):
+                    for hook in tuple(algorithm._level_hooks.values()):
                         hook(weight.algorithm, name, targets[name], actual)
 
     # what is saved, and shown -----------------------------------------------------------------------------------------
@@ -335,8 +335,8 @@ class Sparsity(ABC):
         if record is None:
             raise ValueError(f"{where!r} is of another algorithm, or was trained with other options")
         finished = int(record["step"])
-        if (theirs := record.get(TRAINER, finished)) != step:
-            raise ValueError(f"{where!r} holds masks of step {theirs}, and weights of step {step}")
+        if (trainer_step := record.get(TRAINER, finished)) != step:
+            raise ValueError(f"{where!r} holds masks of step {trainer_step}, and weights of step {step}")
         if self._model is None:
             self.apply(model)
         self._restart(finished)
@@ -416,7 +416,7 @@ def first_masks(chosen: Sequence[Weight]) -> dict[str, Tensor]:
 
 
 def _entry(weight: Weight) -> LayerReport:
-    """The row of a parameter in the report. ``zeros`` are those of the mask; a note tells of others in the weight."""
+    """The report's row of a parameter. ``zeros`` are those of the mask; a note tells of others in the weight."""
     zeros = int(((weight.data == 0) & weight.mask).sum())
     return LayerReport(
         name=weight.layer.name,

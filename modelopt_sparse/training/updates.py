@@ -72,7 +72,7 @@ class Power:
 
 @dataclass(frozen=True)
 class Cosine:
-    """From ``init`` down to ``minimum`` in ``half_period`` steps along a cosine, then up again.
+    """Fall from ``init`` to ``minimum`` in ``half_period`` steps along a cosine, then rise again.
 
     ``minimum + (init - minimum) * (1 + cos(pi * t / half_period)) / 2``: let updates stop at ``half_period``.
     """
@@ -131,7 +131,7 @@ KINDS: dict[str, Any] = {kind.__name__.lower(): kind for kind in (Constant, Line
 KINDS["exponential"] = Exp
 
 
-def parse_schedule(value: Any, what: str) -> Schedule:
+def parse_schedule(value: Any, option: str) -> Schedule:
     """A number, a schedule, ``{"type": "cosine", ...}``, a list of numbers or a function of the step -> a schedule.
 
     ``what`` names the option in the ValueError for anything else.
@@ -145,18 +145,18 @@ def parse_schedule(value: Any, what: str) -> Schedule:
         options = {key: number for key, number in value.items() if key != "type"}
         for key, number in options.items():
             if not is_number(number):
-                raise ValueError(f"{what}: {key} of {kind} is {number!r}, and must be a number")
+                raise ValueError(f"{option}: {key} of {kind} is {number!r}, and must be a number")
         try:
             return KINDS[kind](**options)
         except TypeError as error:
             allowed = ", ".join(field.name for field in fields(KINDS[kind]))
-            raise ValueError(f"{what}: {kind} takes {allowed}: {error}") from None
+            raise ValueError(f"{option}: {kind} takes {allowed}: {error}") from None
     if isinstance(value, Sequence) and not isinstance(value, str) and value and all(map(is_number, value)):
         return Cycling(tuple(map(float, value)))
     if callable(value):
         return Custom(value)
     allowed = f"a number, numbers, a function of the step, or one of {', '.join(KINDS)} with its values"
-    raise ValueError(f"{what}={shown(value)} is no schedule{nearest(kind, KINDS)}; give {allowed}")
+    raise ValueError(f"{option}={shown(value)} is no schedule{nearest(kind, KINDS)}; give {allowed}")
 
 
 # steps ----------------------------------------------------------------------------------------------------------------
@@ -196,7 +196,7 @@ class AtSteps:
 
     def before(self, step: int) -> int:
         """How many of the steps 0, 1, ..., step - 1 are updates."""
-        return sum(each < step for each in self.steps)
+        return sum(update < step for update in self.steps)
 
 
 @dataclass(frozen=True)
@@ -242,7 +242,7 @@ INIT_METHODS = ("random", "topk", "from_zeros", "checkerboard")
 
 @dataclass(frozen=True)
 class Scope:
-    """Which entries of a matrix ``[..., R, C]`` compete with each other, each scope with the same number of zeros.
+    """The entries of a matrix ``[..., R, C]`` that compete with each other, each scope with the same number of zeros.
 
     kind: "matrix", "row", "out_groups" (rows in ``groups`` groups) or "in_groups" (columns in ``groups`` groups).
     """
@@ -252,8 +252,8 @@ class Scope:
 
     def misfit(self, rows: int, columns: int) -> str | None:
         """Why a matrix of this size has no such scopes, or None if it has."""
-        size, what = (rows, "rows") if self.kind == "out_groups" else (columns, "columns")
-        return f"{size} {what} cannot be divided into {self.groups} equal groups" if size % self.groups else None
+        size, unit = (rows, "rows") if self.kind == "out_groups" else (columns, "columns")
+        return f"{size} {unit} cannot be divided into {self.groups} equal groups" if size % self.groups else None
 
     def within(self, matrix: Tensor) -> Tensor:
         """``[..., R, C]`` -> ``[..., S, n]``."""
@@ -316,8 +316,8 @@ def _spread(scopes: Tensor, level: float) -> Tensor:
     """The checkerboard of each scope ``[..., S, n]``: of n places, kept ones as far from each other as can be."""
     *leading, count, size = scopes.shape
     live = keep_count(scopes, level)
-    place = torch.arange(size, dtype=torch.int64)
-    row = ((place + 1) * live).div(size, rounding_mode="floor") > (place * live).div(size, rounding_mode="floor")
+    index = torch.arange(size, dtype=torch.int64)
+    row = ((index + 1) * live).div(size, rounding_mode="floor") > (index * live).div(size, rounding_mode="floor")
     rows = torch.stack([row.roll(shift) for shift in range(count)])
     return rows.expand(*leading, count, size).contiguous()
 
@@ -411,9 +411,9 @@ def largest_magnitudes(
     count: int | Tensor = keep_count(scores, level)
     if pattern is not None:
         stays = scope.within(pattern.mask(magnitude))
-        share = min(level / pattern.sparsity, 1.0) if pattern.sparsity else 0.0
+        fraction = min(level / pattern.sparsity, 1.0) if pattern.sparsity else 0.0
         pruned = (~stays).sum(-1, keepdim=True)
-        zeros = (pruned.double() * share).round().to(pruned.dtype)
+        zeros = (pruned.double() * fraction).round().to(pruned.dtype)
         scores, count = torch.where(stays, torch.inf, scores), _as_number(stays.shape[-1] - zeros)
     elif (masks.sum(-1) < count).any():
         scores = torch.where(masks, scores, -1 - scope.within(uniform(weight, generator)))
@@ -452,5 +452,5 @@ def digest(mask: Tensor) -> int:
     Eight entries at a time, read as an integer and times an odd number of their own, are added up modulo 2^64.
     """
     flat = torch.nn.functional.pad(mask.flatten(), (0, -mask.numel() % 8)).view(torch.int64)
-    place = torch.arange(len(flat), device=mask.device)
-    return int((flat * (place * 0x9E3779B97F4A7C15 % 2**63 | 1)).sum())
+    positions = torch.arange(len(flat), device=mask.device)
+    return int((flat * (positions * 0x9E3779B97F4A7C15 % 2**63 | 1)).sum())

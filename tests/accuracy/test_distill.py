@@ -15,7 +15,7 @@ from modelopt_sparse.accuracy import fisher as recompute
 from modelopt_sparse.accuracy import tuning
 from modelopt_sparse.accuracy.distill import Teacher
 from modelopt_sparse.accuracy.tuning import TunedWeights, learning_rates, schedule
-from modelopt_sparse.calibration.data import Call, units
+from modelopt_sparse.calibration.data import Call, split_steps
 from modelopt_sparse.distributed import Processes
 from modelopt_sparse.reports.report import Report
 from modelopt_sparse.run import calibrating
@@ -107,7 +107,7 @@ def test_steps_are_those_of_a_plain_loop():
 def test_moments_in_bfloat16_are_rounded_between_steps_alone():
     """Adam written out in float32, its moments rounded after each step; a mask holds values of kept weights alone."""
     weight, mask = nn.Parameter(torch.randn(6, 8)), torch.rand(6, 8) > 0.5
-    (tuned,) = TunedWeights({weight: mask}, {weight: 6}, 0.4, moments=torch.bfloat16).each
+    (tuned,) = TunedWeights({weight: mask}, {weight: 6}, 0.4, moments=torch.bfloat16).members
     values, first, second = weight.detach()[mask], torch.zeros(int(mask.sum())), torch.zeros(int(mask.sum()))
     for step in range(1, 6):
         gradient = torch.randn(int(mask.sum())) * 10.0**-step
@@ -316,8 +316,8 @@ def test_an_interruption_leaves_the_best_values_so_far(monkeypatch, stopped_in):
         real(*arguments)
 
     judged = []
-    judge = tuning.BatchNumbers.judged
-    monkeypatch.setattr(tuning.BatchNumbers, "judged", lambda *a: judged.append(judge(*a)) or judged[-1])
+    judge = tuning.BatchNumbers.validation_error
+    monkeypatch.setattr(tuning.BatchNumbers, "validation_error", lambda *a: judged.append(judge(*a)) or judged[-1])
     monkeypatch.setattr(tuning, "_take_step", step)
     model, dense, held_back = tiny_llama(), tiny_llama(), torch.cat(judging_outputs(in_steps(token_batches(BATCHES))))
     before = [type(layer) for layer in model.model.layers]
@@ -344,14 +344,14 @@ def test_blocks_keep_no_activations(monkeypatch):
 def test_gradients_are_gone_when_the_next_block_has_its_own(monkeypatch):
     """Of a model with many blocks no more than one block's gradients are there at a time."""
     model = tiny_llama(num_hidden_layers=6)
-    most, real = 0, tuning.TunedWeight.taken_gradient
+    most, real = 0, tuning.TunedWeight.pop_gradient
 
     def taken(weight):
         nonlocal most
         most = max(most, sum(p.grad.numel() for p in model.parameters() if p.grad is not None))
         return real(weight)
 
-    monkeypatch.setattr(tuning.TunedWeight, "taken_gradient", taken)
+    monkeypatch.setattr(tuning.TunedWeight, "pop_gradient", taken)
     sparsified(model, distill=1)
     assert 0 < most <= sum(p.numel() for p in model.model.layers[0].parameters())
 
@@ -443,7 +443,7 @@ def test_the_plan_bounds_what_it_takes(dtype, moments):
     with calibrating(model):
         teacher = Teacher.of(calibration)
         with LiveBytes(*model.parameters(), *model.buffers()) as live:
-            distillation.distill(teacher, run)
+            distillation.distill_from(teacher, run)
     stated = plan.memory["distillation"] + plan.memory["distillation_on_the_host"]
     assert stated / 2 < live.peak < 1.1 * stated
     whole = sum(layer.size for layer in plan.layers) * (14 if moments == "float32" else 10)
@@ -473,7 +473,7 @@ def test_a_step_takes_the_sum_of_the_gradients_of_its_units(monkeypatch):
 def test_units_are_rows_of_a_batch_and_know_their_step():
     first, second = (Call((torch.arange(rows * 3).view(rows, 3),), {}) for rows in (10, 2))
     mixed = Call((torch.zeros(4, 3), torch.zeros(4, 2, 3)), {})
-    found = units([first, second, mixed], 3, first=5)
+    found = split_steps([first, second, mixed], 3, first=5)
     assert [(len(each.args[0]), each.step) for each in found] == [(4, 5)] * 2 + [(2, 5)] + [(1, 6)] * 2 + [(4, 7)]
     assert [each.row for each in found] == [0, 4, 8, 0, 1, 0]
     assert torch.equal(torch.cat([each.args[0] for each in found[:3]]), first.args[0])

@@ -9,7 +9,7 @@ from torch import nn
 
 import modelopt_sparse as mts
 from modelopt_sparse.accuracy import tuning
-from modelopt_sparse.accuracy.tuning import BELOW, DECAY, MOVING, Movable, moves, shrunk
+from modelopt_sparse.accuracy.tuning import BELOW, DECAY, MOVING, Movable, decay_pruned, masks_move
 from modelopt_sparse.model.find import find_layers
 from modelopt_sparse.model.masking import SparseModule
 from tests.helpers import assert_bits, assert_same_state, in_steps, refused, state_of, tiny_llama, token_batches
@@ -58,8 +58,8 @@ def test_the_start_by_loops():
 
 def test_pruned_values_shrink_and_masks_stay_in_the_end():
     values, mask = torch.ones(4), torch.tensor([True, False, True, False])
-    assert shrunk(values, mask, 0.5).tolist() == pytest.approx([1.0, 1 - DECAY * 0.5, 1.0, 1 - DECAY * 0.5])
-    assert [moves(step, 10) for step in range(10)] == [step + 1 < 10 * MOVING for step in range(10)]
+    assert decay_pruned(values, mask, 0.5).tolist() == pytest.approx([1.0, 1 - DECAY * 0.5, 1.0, 1 - DECAY * 0.5])
+    assert [masks_move(step, 10) for step in range(10)] == [step + 1 < 10 * MOVING for step in range(10)]
 
 
 # a run --------------------------------------------------------------------------------------------------------------
@@ -125,7 +125,7 @@ def test_how_weights_and_gradients_lie_in_memory_changes_no_step():
         parameter = nn.Parameter(weight_lies(values))
         weight = tuning.TunedWeight(parameter, None, None, 0.1, None)
         parameter.grad = gradient_lies(gradient)
-        weight.step(weight.taken_gradient(), 1.0)
+        weight.step(weight.pop_gradient(), 1.0)
         stepped.append(parameter.detach().contiguous())
     assert not torch.equal(stepped[0], values)
     for other in stepped[1:]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import modelopt_sparse as mts
-from modelopt_sparse.accuracy.permute import channel_order, kept_share, permute, possible_folds
+from modelopt_sparse.accuracy.permute import channel_order, kept_fraction, permute, possible_permutations
 from modelopt_sparse.calibration.calls import AtBlock
 from modelopt_sparse.calibration.dense import blocks_in_call_order
 from modelopt_sparse.run import calibrating
@@ -66,7 +66,7 @@ def test_channels_that_matter_alike_are_parted():
     """Eight strong channels side by side: 2:4 keeps all of them only if no three share a group."""
     score = torch.full((3, 16), 0.01)
     score[:, :8] = 1
-    assert kept_share(score[:, channel_order(score, 2, 4)], 2, 4) == pytest.approx(24 / float(score.sum()), rel=1e-2)
+    assert kept_fraction(score[:, channel_order(score, 2, 4)], 2, 4) == pytest.approx(24 / float(score.sum()), rel=1e-2)
 
 
 def test_wide_layers_are_refined_in_parts():
@@ -78,7 +78,7 @@ def test_wide_layers_are_refined_in_parts():
 
 def test_kept_share_is_the_sum_of_the_largest():
     score = scores(5, 16)
-    assert kept_share(score, 2, 4) == pytest.approx(kept_by_loops(score, 2, 4))
+    assert kept_fraction(score, 2, 4) == pytest.approx(kept_by_loops(score, 2, 4))
 
 
 # models -------------------------------------------------------------------------------------------------------------
@@ -122,7 +122,7 @@ def test_no_order_is_looked_for_where_layers_share_an_input():
     run, data = calibrated_run(tiny_llama(), "wanda", data_loader=token_batches(), permute=True)
     with calibrating(run.model):
         block = blocks_in_call_order(run, data)[0]
-        takers = {fold.taker.name.rpartition(".")[2] for fold in possible_folds(run.model, block.by_input())}
+        takers = {x.consumer.name.rpartition(".")[2] for x in possible_permutations(run.model, block.by_input())}
     assert takers == {"o_proj", "down_proj"}
 
 

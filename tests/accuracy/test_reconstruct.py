@@ -446,13 +446,13 @@ def test_small_errors_are_mended_in_small_steps(error, share, full):
     """By the root of the error over the full one, for matrices and vectors alike."""
     weights = {nn.Parameter(torch.randn(6, 4)): None, nn.Parameter(torch.randn(6)): None}
     tuned, plain = (TunedWeights(weights, dict(zip(weights, [6, 0])), 0.4) for _ in range(2))
-    tuned.slow_down(error * full, full)
-    assert [each.rate for each in tuned.each] == pytest.approx([each.rate * share for each in plain.each])
+    tuned.scale_rate(error * full, full)
+    assert [each.rate for each in tuned.members] == pytest.approx([each.rate * share for each in plain.members])
 
 
 def test_the_error_of_the_block_decides(monkeypatch):
     seen = []
-    monkeypatch.setattr(TunedWeights, "slow_down", lambda self, error: seen.append(error))
+    monkeypatch.setattr(TunedWeights, "scale_rate", lambda self, error: seen.append(error))
     model = sparsified(reconstruct=1)
     assert seen == [block.error_before for block in mts.report(model).blocks]
 

@@ -23,7 +23,7 @@ from modelopt_sparse.accuracy import reconstruct as reconstruction
 from modelopt_sparse.calibration import own_text
 from modelopt_sparse.calibration import own_text as writing
 from modelopt_sparse.calibration.data import Call, load_calls, tokens_of
-from modelopt_sparse.calibration.own_text import Prompts, drawn, monotonous, own_calls, rows_of, write_windows
+from modelopt_sparse.calibration.own_text import Prompts, drawn, monotonous, own_calls, token_rows, write_windows
 from modelopt_sparse.distributed import Processes
 from modelopt_sparse.model.hf import cache_name
 from tests.helpers import TESTBED, Snapshot, assert_same_state, in_steps, refused, state_of, tiny_llama, token_batches
@@ -273,7 +273,7 @@ def test_padding_is_no_prompt():
     ids = torch.arange(24).reshape(2, 12)
     mask = torch.ones(2, 12, dtype=torch.long)
     mask[0, :4] = 0
-    rows = rows_of([Call((), {"input_ids": ids, "attention_mask": mask}), Call((ids,), {})])
+    rows = token_rows([Call((), {"input_ids": ids, "attention_mask": mask}), Call((ids,), {})])
     assert [len(row) for row in rows] == [8, 12, 12, 12]
     assert rows[0].tolist() == list(range(4, 12))
 
@@ -385,7 +385,7 @@ def test_answers_are_what_the_model_says_to_the_users_chats(chatting):
     judge = int(windows[-2]) * 64  # where the last batch of two windows begins
     free = [prompt for i, prompt in enumerate(prompts) if sum(sizes[: i + 1]) <= judge and len(prompt) <= 48]
     assert 2 < len(free) < len(prompts)
-    rows = [row for call in own for row in rows_of([call])]
+    rows = [row for call in own for row in token_rows([call])]
     assert [len(call.kwargs["input_ids"]) for call in own] == [2, 2, 2]
     expected = [answered_slowly(model, free, i, 64, {*ends, tokenizer.eos_token_id}) for i in range(6)]
     assert [row.tolist() for row in rows] == expected

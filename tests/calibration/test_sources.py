@@ -138,7 +138,7 @@ def test_a_data_set_that_cannot_be_had(tokenizer, tmp_path, monkeypatch):
         raise FileNotFoundError("no such set")
 
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
-    with pytest.raises(ValueError, match="data 'org/set' cannot be had as a data set: no such set"):
+    with pytest.raises(ValueError, match="data 'org/set' cannot be loaded as a data set: no such set"):
         tokens_of("org/set", tokenizer)
     with pytest.raises(ValueError, match="is not a file: give a"):
         tokens_of(tmp_path / "nowhere", tokenizer)

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 import modelopt_sparse as mts
-from modelopt_sparse.calibration.data import load_calls, samples
+from modelopt_sparse.calibration.data import batch_rows, load_calls
 from modelopt_sparse.model.devices import flat_tensors
 from tests.helpers import in_steps, tiny_llama
 
@@ -60,7 +60,7 @@ FLOATS, POSITIONS = torch.zeros(40, 300), torch.zeros(3, 40, 300, dtype=torch.lo
 )
 def test_what_is_not_known_to_have_a_row_for_each_sample_stays_whole(batch):
     calls = load_calls(mts.SparsifyConfig(data_loader=[batch] * 3, reconstruct=True), tiny_llama())
-    assert [samples(call.args, call.kwargs) for call in calls] == [40] * 3
+    assert [batch_rows(call.args, call.kwargs) for call in calls] == [40] * 3
     assert sorted(call.batch for call in calls) == [0, 1, 2]
 
 

@@ -233,10 +233,10 @@ def added_up() -> Found:
             for weight, units in zip(weights, REACHED):
                 if number in units:
                     (ROWS[number] @ weight.T).square().sum().backward()
-            return [weight.taken_gradient() for weight in tuned.each]
+            return [weight.pop_gradient() for weight in tuned.members]
 
         (numbers,) = batches.steps
-        gradients = batches.added(numbers, gradients_of, tuned)
+        gradients = batches.summed_gradients(numbers, gradients_of, tuned)
         own = {
             "of all": torch.full((2, 3), 2.0 ** rank()),
             "of fewer axes": torch.ones((3,) if rank() == 0 else (2, 3)),

@@ -21,7 +21,7 @@ from modelopt_sparse import distributed
 from modelopt_sparse.distributed import Processes, count_processes
 from modelopt_sparse.plan.plan import LayerPlan, checksum
 from modelopt_sparse.plan.planner import make_plan
-from modelopt_sparse.solving.solve import as_bits, from_bits, kind_of_layer, work_shares
+from modelopt_sparse.solving.solve import as_bits, assign_owners, from_bits, kind_of_layer
 from tests.distributed import ranks
 from tests.helpers import TESTBED, assert_alike, assert_bits, calibrated_run, tiny_llama, token_batches, trained_model
 
@@ -524,7 +524,7 @@ Shares = dict[str, dict[range, int]]
 def shares_of(groups: list[list[LayerPlan]], size: int, **known: Any) -> Shares:
     run, _ = calibrated_run(tiny_llama(), "wanda", data_loader=token_batches(1))
     run.known.update(known.get("known", {}))
-    return work_shares(groups, replace(run, processes=Processes(0, size)))
+    return assign_owners(groups, replace(run, processes=Processes(0, size)))
 
 
 def test_layers_are_dealt_out_by_cost():

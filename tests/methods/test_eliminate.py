@@ -13,7 +13,7 @@ from modelopt_sparse.methods import METHODS
 from modelopt_sparse.methods import sparsegpt as eliminate
 from modelopt_sparse.methods.base import Solution, Stats
 from modelopt_sparse.methods.patterns import NM, Pattern, Unstructured, parse_pattern
-from modelopt_sparse.methods.sparsegpt import takes
+from modelopt_sparse.methods.sparsegpt import kernel_takes
 from tests.helpers import correlated_inputs, run_python
 from tests.oracles import reference
 
@@ -300,7 +300,7 @@ def test_dead_channels_through_the_kernel(through_kernel):
 def test_the_path_goes_by_dtype_pattern_and_width(monkeypatch, pattern, dtype, columns, taken):
     """What the kernel is not written for goes through torch even where kernels run; on a CPU, everything does."""
     current, inverse = torch.randn(2, columns, dtype=dtype), torch.eye(columns, dtype=dtype)
-    assert takes(current, pattern) is taken
+    assert kernel_takes(current, pattern) is taken
     calls = []
     monkeypatch.setattr(
         eliminate_triton, "sweep", lambda *given: calls.append(given) or plain(current, inverse, pattern)

@@ -20,7 +20,7 @@ from transformers import LlamaForCausalLM
 
 import modelopt_sparse as mts
 from modelopt_sparse.model import masking as modules
-from modelopt_sparse.model.devices import stored, taken_off
+from modelopt_sparse.model.devices import remove_hooks, stored
 from tests.helpers import tiny_llama, token_batches
 from tests.models.architectures import ARCHITECTURES
 from tests.oracles.brute_force import Recording, assert_stats, brute_force, matrices_of
@@ -203,7 +203,7 @@ def test_modules_end_by_themselves_once_their_hooks_are_taken_off():
     model = tiny_llama()
     for layer in model.model.layers:
         add_hook_to_module(layer, AlignDevicesHook(execution_device="cpu"))
-    assert taken_off(model) == {}
+    assert remove_hooks(model) == {}
     assert not [name for name, module in model.named_modules() if "forward" in vars(module)]
 
 

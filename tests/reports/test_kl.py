@@ -15,7 +15,7 @@ ROWS, COLUMNS = 7, 11
 @pytest.fixture(autouse=True)
 def _pieces_of_three_rows(monkeypatch):
     """So that the rows are two whole pieces, and a part of one."""
-    monkeypatch.setattr(output, "ON_THE_CPU", 3 * COLUMNS + 1)
+    monkeypatch.setattr(output, "CPU_PIECE", 3 * COLUMNS + 1)
 
 
 def logits(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
@@ -56,7 +56,7 @@ def test_the_direction_is_p_to_q():
 
 def test_terms_are_summed_up_in_float64(monkeypatch):
     """In float32 the sum of terms of both signs would be off by a part in a million of their size."""
-    monkeypatch.setattr(output, "ON_THE_CPU", 10**6)
+    monkeypatch.setattr(output, "CPU_PIECE", 10**6)
     p = torch.randn(4, 50_000)
     q = p + 1e-3 * torch.randn(4, 50_000)
     log_p, log_q = p.log_softmax(-1), q.log_softmax(-1)

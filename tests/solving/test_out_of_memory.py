@@ -167,7 +167,7 @@ def test_a_piece_of_a_layer_with_a_mask_of_ones_own_has_a_piece_of_the_mask():
     mask &= torch.arange(64).view(-1, 1) % 4 != (torch.arange(32) + 1) % 4
     (target,) = mts.make_plan(tiny_llama(), masks={f"{name}.weight": mask}, pattern="2:4").layers
     assert isinstance(target.method, GivenMask)
-    part = target.method.cut((..., slice(3, 9), slice(None)))
+    part = target.method.part((..., slice(3, 9), slice(None)))
     assert part.mask is not None
     assert torch.equal(part.mask, mask[3:9])
 

@@ -97,11 +97,11 @@ def sparse_ift_files(
     trained, member = _without_level(content[SECTION]), section.get("member", "wide")
     written: dict[str, Any] = {IFT: dict(section), SECTION: trained}
     ift = configure_sparse_ift(written, model)
-    how = "training.configure_sparse_ift(this file, model) puts the layers in, and says how they are trained"
+    usage = "training.configure_sparse_ift(this file, model) puts the layers in, and says how they are trained"
     if member == "wide":
-        how = "training.configure(this file) trains a model of the config beside it"
+        usage = "training.configure(this file) trains a model of the config beside it"
         written = {SECTION: _section_of(ift, trained)}
-    head = f"# Sparse-IFT, {member}, {section['sparsity']}: {how}.\n"
+    head = f"# Sparse-IFT, {member}, {section['sparsity']}: {usage}.\n"
     model_config: Any = ift.model.config
     text = head + yaml.safe_dump(written, sort_keys=False)
     return ift, {"config.json": model_config.to_json_string(), "recipe.yaml": text}

@@ -26,7 +26,7 @@ from modelopt_sparse.model.devices import flat_tensors, map_tensors
 from modelopt_sparse.reports.text import first_few, nearest
 from modelopt_sparse.run import calibrating
 
-KINDS: tuple[Any, ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+REPLACEABLE: tuple[Any, ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 Activation = Callable[[], nn.Module] | None
 
@@ -36,7 +36,7 @@ def call(model: nn.Module, example: Any) -> Any:
     argument. Of a model on the meta device it is moved there."""
     on_meta = any(parameter.is_meta for parameter in model.parameters())
     if on_meta:
-        example = map_tensors(lambda each: each.to("meta"), example)
+        example = map_tensors(lambda x: x.to("meta"), example)
     try:
         if isinstance(example, Mapping):
             return model(**example)
@@ -178,10 +178,11 @@ def rebuilt(module: nn.Module, **changes: Any) -> Any:
 
 
 def widened_layers(model: nn.Module, factor: float, multiple: int, example: Any) -> tuple[nn.Module, dict[str, str]]:
-    """(a wider copy of a model, why its layers are to stay dense or "", by name).
+    """Copy a model with wider layers -> (the copy, layer name -> why it is to stay dense, or "").
 
-    Widths grow by ``factor``, rounded up to the next fraction that keeps all of them whole, multiples of ``multiple``
-    and divisible by their groups. All layers of the copy are new; their weights are random. The copy is run once.
+    All inner widths grow by one factor, the smallest of at least ``factor`` that keeps them whole, multiples of
+    ``multiple`` and divisible by their groups. All layers of the copy are new; their weights are random. The copy is
+    run once.
 
     Raises ValueError for parameters in modules whose sizes are not known, for layers that the example does not reach,
     and for a model that does not run or gives another shape when it is wider.
@@ -219,8 +220,8 @@ def _refuse_unknown(model: nn.Module) -> None:
         parameters = dict(module.named_parameters(recurse=False))
         known = type(module) in SIZES or (isinstance(module, nn.PReLU) and module.num_parameters == 1)
         if parameters and not known:
-            what = f"{path or type(model).__name__!r} ({type(module).__name__} with {next(iter(parameters))!r})"
-            raise ValueError(f"Sparse Wide does not know which sizes of {what} are widths: choose another member")
+            owner = f"{path or type(model).__name__!r} ({type(module).__name__} with {next(iter(parameters))!r})"
+            raise ValueError(f"Sparse Wide does not know which sizes of {owner} are widths: choose another member")
         if isinstance(module, (nn.LayerNorm, nn.RMSNorm)) and len(module.normalized_shape) != 1:
             raise ValueError(f"Sparse Wide: {path!r} is normalized over {list(module.normalized_shape)}")
         if any(parameter.is_meta for parameter in parameters.values()):
@@ -234,7 +235,7 @@ def _ends(model: nn.Module, example: Any) -> dict[nn.Module, set[str]]:
     calls: list[tuple[nn.Module, Any, Any]] = []  # what they hold keeps its memory, so that none is used twice
     with calibrating(model), ExitStack() as hooks:
         for module in ends:
-            hooks.enter_context(module.register_forward_hook(lambda *it: calls.append(it)))
+            hooks.enter_context(module.register_forward_hook(lambda *seen: calls.append(seen)))
         outputs = _memory(call(model, example))
     reached = {module for module, _, _ in calls}
     if missed := [path for path, module in model.named_modules() if module in ends and module not in reached]:
@@ -283,11 +284,11 @@ def _check(model: nn.Module, wide: nn.Module, example: Any) -> None:
 
     dense = shapes(model)
     try:
-        now = shapes(wide)
+        wider = shapes(wide)
     except (RuntimeError, ValueError, TypeError) as error:
         raise ValueError(f"this {type(model).__name__} does not run when its layers are wider: {error}") from error
-    if dense != now:
-        raise ValueError(f"this {type(model).__name__} gives {now} instead of {dense} when its layers are wider")
+    if dense != wider:
+        raise ValueError(f"this {type(model).__name__} gives {wider} instead of {dense} when its layers are wider")
 
 
 # several layers for one -----------------------------------------------------------------------------------------------
@@ -344,7 +345,7 @@ def factors_of(layer: nn.Module, rank: int, *, bias: bool) -> tuple[Any, Any]:
 
 def why_not(layer: nn.Module) -> str:
     """Why a layer cannot be replaced by a member, or "" if it can."""
-    if type(layer) not in KINDS:
+    if type(layer) not in REPLACEABLE:
         return f"{type(layer).__name__} is no Linear or convolution of torch's own"
     return "a grouped convolution" if isinstance(layer, Convolution) and layer.groups > 1 else ""
 

@@ -91,7 +91,7 @@ class IsoPlan(Printed):
 
     @property
     def model_ratio(self) -> float | None:
-        """The same of all layers that multiply. None if ``unit`` is."""
+        """FLOPs of all layers that multiply, divided by those before. None if ``unit`` is."""
         return None if self.flops is None else self.flops[1] / self.flops[0]
 
     @property
@@ -103,12 +103,12 @@ class IsoPlan(Printed):
         after = self.multiplications("live") + self.new_other
         return round(2 * before), round(2 * after)
 
-    def multiplications(self, what: str) -> float:
-        """With the ``weights``, the ``new_weights`` or the ``live`` weights of ``layers``."""
-        return sum(getattr(layer, what) * layer.uses for layer in self.layers)
+    def multiplications(self, field: str) -> float:
+        """Multiplications with the ``weights``, the ``new_weights`` or the ``live`` weights of ``layers``."""
+        return sum(getattr(layer, field) * layer.uses for layer in self.layers)
 
     def as_dict(self) -> dict[str, Any]:
-        """In plain values that JSON takes."""
+        """The plan in plain values that JSON takes."""
         return {
             **asdict(self),
             "live_parameters": self.live_parameters,
@@ -144,7 +144,7 @@ class IsoPlan(Printed):
             paragraph(summary, all_rows=all_rows),
             rows_of("layer", names, columns, skipped, all_rows=all_rows),
             by_reason("not sparse", skipped, names, all_rows=all_rows),
-            table(("", "before", "after"), [(what, f"{old:,}", f"{new:,}") for what, old, new in costs]),
+            table(("", "before", "after"), [(title, f"{old:,}", f"{new:,}") for title, old, new in costs]),
         ]
         return "\n\n".join(part for part in parts if part)
 
@@ -309,14 +309,14 @@ def _replaced(
         if why[weight.name]:
             continue
         name, layer = weight.name.removesuffix(".weight"), weight.layer.owner
-        new, words, parts, own = member_of(layer, member, level, activation)
+        new, words, parts, layer_level = member_of(layer, member, level, activation)
         sparse[name] = [f"{name}.{part}.weight" for part in parts]
-        size = sum(each.numel() for each in new.parameters() if each.dim() > 1)
-        rows[weight.name] = Replaced(name, weight.parameter.numel(), words, size, own, size)
+        size = sum(parameter.numel() for parameter in new.parameters() if parameter.dim() > 1)
+        rows[weight.name] = Replaced(name, weight.parameter.numel(), words, size, layer_level, size)
         if new is not layer:
             modules[name] = new
-            parameters += sum(each.numel() for each in new.parameters())
-            parameters -= sum(each.numel() for each in layer.parameters())
+            parameters += sum(parameter.numel() for parameter in new.parameters())
+            parameters -= sum(parameter.numel() for parameter in layer.parameters())
     return modules, sparse, _plan(model, weights, weights, why, rows, parameters, example)
 
 
@@ -357,8 +357,11 @@ def _plan(
     parameters: int,
     example: Any,
 ) -> IsoPlan:
-    """before: the weights of the model. after: those of the new model, or the same where others stay. rows: by names of
-    weights. parameters: how many there are afterwards."""
+    """Count the costs before and after.
+
+    before: the weights of the model. after: those of the new model, or the same where others stay.
+    rows: by names of weights. parameters: how many there are afterwards.
+    """
     if not rows:
         kinds = first_few(sorted(set(why.values())))
         raise ValueError(f"no layer of this {type(model).__name__} would be sparse: {kinds}")
@@ -372,11 +375,11 @@ def _plan(
         uses = {name: products.flops[name] / 2 / max(1, size) for name, size in sizes.items()}
     rest = [weight for weight in after if why[weight.name]]
     fixed = [weight for weight in rest if _multiplies(weight)]
-    other = sum(sizes[weight.name] * uses[weight.name] for weight in fixed)
+    fixed_cost = sum(sizes[weight.name] * uses[weight.name] for weight in fixed)
     new_other = sum(weight.parameter.numel() * uses[weight.name] for weight in fixed)
     skipped = tuple(Skipped(weight.name, weight.type, weight.shape, why[weight.name]) for weight in rest)
     layers = tuple(replace(row, uses=uses[name]) for name, row in rows.items())
-    return IsoPlan(layers, skipped, sum(sizes.values()), parameters, other, new_other, unit)
+    return IsoPlan(layers, skipped, sum(sizes.values()), parameters, fixed_cost, new_other, unit)
 
 
 def _multiplies(weight: Weight) -> bool:
