@@ -37,7 +37,6 @@ WHOLE = ["docs/plan-and-rules.md"]  # pages that name the last of the testbed's 
 TUNES = ["docs/accuracy.md"]  # pages whose snippets take more than ten seconds
 NEEDS = {  # libraries that are not there with the oldest versions
     "docs/data.md": ["datasets", "PIL"],
-    "docs/evaluate.md": ["lm_eval"],
     "docs/semi-structured.md": ["lm_eval", "compressed_tensors", "onnxruntime", "onnxscript"],
 }
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
