@@ -16,9 +16,7 @@ OPTIONS = f"""# Options
 
 {NOTE}
 After this page you know every option of `sparsify` and `make_plan`, and its default. How to give them:
-[plan and rules](plan-and-rules.md#giving-options). The methods' own options stand on the methods' pages:
-[ria](methods/ria.md), [sparsegpt](methods/sparsegpt.md), [alps](methods/alps.md). Options that are gone:
-[what was removed](removed.md).
+[plan and rules](plan-and-rules.md#giving-options). The methods' own options stand with the [methods](methods.md).
 """
 CLI = f"""# Commands and flags
 
@@ -28,9 +26,9 @@ After this page you know every flag of `modelopt-sparse`. Examples and what lies
 MORE = {  # group of SparsifyConfig's docstring -> where to read on
     "What to prune": "[plan and rules](plan-and-rules.md), [masks of your own](accuracy.md#masks-of-your-own)",
     "Calibration data": "[data](data.md), [calibration](calibration.md), [experts](experts.md)",
-    "How": "[accuracy](accuracy.md), [sequential modes](calibration.md#sequential-modes), [budget](budget.md), "
-    "[devices](calibration.md#devices-and-offloading), [training](training.md)",
-    "Several processes": "[many GPUs](distributed.md)",
+    "How": "[accuracy](accuracy.md), [sequential modes](calibration.md#sequential-modes), "
+    "[budget](accuracy.md#a-budget), [devices](calibration.md#devices-and-offloading), [training](training.md)",
+    "Several processes": "[several processes](large-models.md#several-processes)",
 }
 
 

@@ -1,6 +1,6 @@
-"""HTML reports of three runs, and their screenshots in docs/images, made with headless Chromium.
+"""HTML reports of two runs, and their screenshots in docs/images, made with headless Chromium.
 
-The embedded model at quality="balanced" beside SparseGPT, both 2:4, and a tiny mixture of experts of random weights.
+The embedded model at quality="balanced" beside SparseGPT, both 2:4.
 """
 
 import argparse
@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig, MixtralForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import modelopt_sparse as mts
 
@@ -20,7 +20,7 @@ SWITCHES = [
     *("--disable-background-networking", "--disable-component-update", "--hide-scrollbars"),
     "--force-device-scale-factor=0.8",
 ]
-LIGHT, DARK = "--blink-settings=preferredColorScheme=1", "--blink-settings=preferredColorScheme=0"
+LIGHT = "--blink-settings=preferredColorScheme=1"
 
 
 def testbed(how: dict[str, str], samples: int) -> torch.nn.Module:
@@ -35,22 +35,11 @@ def testbed(how: dict[str, str], samples: int) -> torch.nn.Module:
     return model
 
 
-def mixture() -> torch.nn.Module:
-    """A tiny Mixtral of random weights, 60% of them pruned, shared out over the layers."""
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = MixtralConfig(vocab_size=256, num_hidden_layers=4, num_local_experts=8, **sizes)
-    model = MixtralForCausalLM(config).eval()
-    batches = list(torch.randint(3, 256, (32, 64)).split(4))
-    options = {"budget": "60% zeros", "polish": 5, "data_loader": batches, "progress": False}
-    return mts.sparsify(model, "sparsegpt", options)
-
-
-def photograph(page: Path, picture: Path, size: tuple[int, int], scheme: str, chromium: str) -> None:
+def photograph(page: Path, picture: Path, size: tuple[int, int], chromium: str) -> None:
     """The top of a page, ``size`` pixels wide and high, as a PNG."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         more = [
-            scheme,
+            LIGHT,
             f"--user-data-dir={profile}",
             f"--window-size={size[0]},{size[1]}",
             "--virtual-time-budget=20000",
@@ -74,21 +63,16 @@ def main() -> None:
         testbed({"quality": "balanced"}, given.samples),
         testbed({"method": "sparsegpt"}, given.samples),
     )
-    experts = mixture()
     with tempfile.TemporaryDirectory() as folder:
-        pages = [Path(folder) / f"report-{name}.html" for name in ("balanced", "experts", "compare")]
+        pages = [Path(folder) / f"report-{name}.html" for name in ("balanced", "compare")]
         mts.report(balanced).to_html(pages[0], title="tiny-llama, balanced", masks=dict(mts.named_masks(balanced)))
-        mts.report(experts).to_html(pages[1], title="tiny mixture of experts", masks=dict(mts.named_masks(experts)))
         mts.report(sparsegpt).to_html(
-            pages[2], title="sparsegpt", compare=mts.report(balanced), compare_title="balanced"
+            pages[1], title="sparsegpt", compare=mts.report(balanced), compare_title="balanced"
         )
-        for page, scheme, height in zip(pages, (LIGHT, DARK, LIGHT), (2560, 2640, 1760)):
+        for page, height in zip(pages, (2560, 1760)):
             picture = given.out / f"{page.stem}.png"
-            photograph(page, picture, (1280, height), scheme, given.chromium)
+            photograph(page, picture, (1280, height), given.chromium)
             print(f"{picture}: {picture.stat().st_size / 1000:.0f} kB")
-        picture = given.out / "report-phone.png"
-        photograph(pages[0], picture, (500, 1400), DARK, given.chromium)  # no window is narrower
-        print(f"{picture}: {picture.stat().st_size / 1000:.0f} kB")
 
 
 if __name__ == "__main__":

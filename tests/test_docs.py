@@ -37,8 +37,7 @@ WHOLE = ["docs/plan-and-rules.md"]  # pages that name the last of the testbed's 
 TUNES = ["docs/accuracy.md"]  # pages whose snippets take more than ten seconds
 NEEDS = {  # libraries that are not there with the oldest versions
     "docs/data.md": ["datasets", "PIL"],
-    "docs/evaluate.md": ["lm_eval"],
-    "docs/hand-over.md": ["lm_eval", "compressed_tensors", "onnxruntime", "onnxscript"],
+    "docs/semi-structured.md": ["lm_eval", "compressed_tensors", "onnxruntime", "onnxscript"],
 }
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 ENVIRONMENT = {
@@ -166,7 +165,7 @@ def test_every_snippet_runs(page, workplace, small_examples, monkeypatch, run):
             pytest.skip(f"{_name(page)} needs {library}, of the extra test-all")
     (workplace / "examples").symlink_to(ROOT / "examples" if _name(page) in WHOLE else small_examples)
     namespace: dict[str, object] = {"__name__": "docs"}
-    if _name(page) == "docs/from-modelopt.md":
+    if _name(page) == "docs/migrating.md":
         namespace.update(_what_the_guide_takes_for_granted())
     for language, text, line in _blocks(page):
         if language == "python":
@@ -409,15 +408,13 @@ def _all_text() -> str:
     return "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
 
 
-def test_every_method_has_a_page_with_its_options_and_defaults():
-    for name, method in METHODS.items():
-        page = f"docs/methods/{name}.md"
-        assert (ROOT / page).is_file(), page
-        text = (ROOT / page).read_text(encoding="utf-8")
-        assert text.startswith(f"# {name}\n")
-        listed = {row[0]: row[1] for row in _table(page, "option")} if method.options else {}
-        assert listed == {f"`{key}`": str(value) for key, value in method.options.items()}, page
-    assert {page.stem for page in (ROOT / "docs" / "methods").glob("*.md")} == set(METHODS)
+def test_the_page_of_methods_has_each_with_its_options_and_defaults():
+    page = "docs/methods.md"
+    assert [_codes(row[0])[0] for row in _table(page, "method")] == list(METHODS)
+    assert set(METHODS) <= _anchors(ROOT / page)
+    listed = [tuple(row[:3]) for row in _table(page, "option")]
+    options = [(name, key, value) for name, method in METHODS.items() for key, value in method.options.items()]
+    assert listed == [(f"`{key}`", f"`{name}`", str(value)) for name, key, value in options]
 
 
 def test_generated_pages_are_those_of_the_options_and_flags():
@@ -450,12 +447,12 @@ def test_glossary_has_every_word_of_the_design():
 
 
 def test_migration_page_names_all_that_is_translated_or_refused():
-    keys = set(_codes("\n".join(row[0] for row in _table("docs/from-modelopt.md", "key of `config`"))))
+    keys = set(_codes("\n".join(row[0] for row in _table("docs/migrating.md", "key of `config`"))))
     assert {*RENAMED, *REFUSED} <= keys
     for old, new in RENAMED.items():
-        (row,) = [row for row in _table("docs/from-modelopt.md", "key of `config`") if f"`{old}`" in row[0]]
+        (row,) = [row for row in _table("docs/migrating.md", "key of `config`") if f"`{old}`" in row[0]]
         assert f"`{new}`" in row[1]
-    names = "\n".join(row[0] for row in _table("docs/from-modelopt.md", "ModelOpt"))
+    names = "\n".join(row[0] for row in _table("docs/migrating.md", "ModelOpt"))
     assert all(f'"{alias}"' in names for alias in ALIASES)
 
 

@@ -78,7 +78,7 @@ def shrink(
       protect: experts that stay whatever their scores: ``{"*.layers.3.*": [0, 7]}``, by globs of mixtures.
     How:
       criterion: of channels: "gram" (default), "norm" or "minitron"; of experts: "reap" (default), "reap_sum" or
-        "frequency". docs/shrink.md and docs/experts.md say what each is.
+        "frequency". docs/shrink.md says what each is.
       blocks_by: "kl", one by one, by the KL divergence without each; "influence": how little they turn hidden states.
       refit: values of the layers that take channels, and of the last matrices of experts, in closed form; None: not of
         experts whose blocks are reconstructed, which does as well.

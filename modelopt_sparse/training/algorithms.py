@@ -242,7 +242,7 @@ class SET(DropAndGrow):
 class RigL(DropAndGrow):
     """Rigging the lottery (arXiv 1911.11134): weights grow where the gradient of the whole batch is largest.
 
-    The gradient comes with the backward passes of the step at whose end masks move (docs/sparse-training.md). Grown
+    The gradient comes with the backward passes of the step at whose end masks move (docs/training.md). Grown
     weights start at 0.0, after the optimizer has made its step. The paper's ``drop_fraction`` is
     ``Cosine(0.3, half_period)``, with updates every 100 steps until three quarters of the run.
     """

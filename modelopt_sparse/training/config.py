@@ -42,7 +42,7 @@ def configure(config: Any) -> Sparsity:
 
     Other sections of a file (model, optimizer) are not looked at. ``algorithm`` is the name of any class that inherits
     from `SparsityAlgorithm`, your own included, in upper or lower case; the default is static. All other keys are
-    options of that class, or stand in the table of spellings (training/config.py, docs/from-the-guides.md).
+    options of that class, or stand in the table of spellings (training/config.py, docs/migrating.md).
 
     Raises ValueError for a file without that section, and for keys, names and values that are not known.
 

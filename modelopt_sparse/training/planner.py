@@ -439,7 +439,7 @@ def _notes(
     if isinstance(model, PreTrainedModel) and model.get_output_embeddings() is not None and open_scopes:
         notes.append(
             f"{' and '.join(sorted(open_scopes))} without a scope counts per matrix, as published: in language models "
-            "a few rows may take all that grows. Try scope='row' (docs/sparse-training.md)"
+            "a few rows may take all that grows. Try scope='row' (docs/training.md)"
         )
     if over := [weight.name for weight in chosen if _prunes_live_weights_by_chance(weight)]:
         notes.append(

@@ -388,7 +388,7 @@ class Reminder:
 def first_masks(chosen: Sequence[Weight]) -> dict[str, Tensor]:
     """The masks of all chosen parameters at step 0, by name, shaped like the parameters.
 
-    NaN in a weight marks a pruned place (docs/from-the-guides.md). Raises ValueError for inf, and for meta tensors.
+    NaN in a weight marks a pruned place (docs/migrating.md). Raises ValueError for inf, and for meta tensors.
     """
     masks = {}
     levels = levels_at(0, chosen)
@@ -472,7 +472,7 @@ class SparsityCallback(TrainerCallback):
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         model = unwrapped(kwargs["model"])
         if is_fully_sharded(model) or args.deepspeed:
-            raise ValueError("SparsityCallback serves no FSDP: write the loop yourself (docs/sparse-training.md)")
+            raise ValueError("SparsityCallback serves no FSDP: write the loop yourself (docs/training.md)")
         if state.global_step > 0:
             folder = self.resume_from or _checkpoint(args, state.global_step)
             _read_back(model, folder)
