@@ -235,8 +235,8 @@ class TunedWeight:
     """A parameter and its values in float32: a step smaller than bfloat16 can hold is not lost.
 
     mask: True = kept; None if it has none. movable: if its mask moves.
-    places: of a mask that does not move: where it keeps values, in the flat weight. Selecting by a bool mask in each
-      step takes five times as long (examples/benchmarks/README.md).
+    places: of a mask that does not move: where it keeps values, in the flat weight. A bool mask would be searched
+      for them in each step.
     values: all of them where there is no mask or one that moves; else only those that the mask keeps, [kept].
     moments: the dtype that Adam's two moments are held in between two steps.
     """
