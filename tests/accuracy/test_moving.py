@@ -51,7 +51,7 @@ def test_the_start_by_loops():
                 if not mask[row, c]:
                     limit = BELOW * least / norms[c]
                     wanted[row, c] = max(-limit, min(limit, float(dense[row, c])))
-    start = each.start(values, mask)
+    start = each.initial_values(values, mask)
     torch.testing.assert_close(start, wanted)
     assert torch.equal(each.mask(start), mask), "the solution's mask is the one that the start leads to"
 
@@ -175,7 +175,7 @@ def test_the_start_of_unstructured_weights_by_loops(scope):
             if not mask[row, c]:
                 limit = BELOW * least / norms[c]
                 wanted[row, c] = max(-limit, min(limit, float(each.dense[row, c])))
-    start = each.start(values, mask)
+    start = each.initial_values(values, mask)
     torch.testing.assert_close(start, wanted)
     assert torch.equal(each.mask(start), mask)
 
