@@ -21,10 +21,7 @@ def _used_up() -> object:
 @pytest.mark.parametrize("loader", [[], _used_up()], ids=["empty", "used up"])
 def test_no_batches(loader):
     refused(
-        mts.sparsify,
-        tiny_llama(),
-        match="data_loader gives no batch, as a generator .* used up",
-        data_loader=loader,
+        mts.sparsify, tiny_llama(), match="data_loader gives no batch, as a generator .* used up", data_loader=loader
     )
 
 

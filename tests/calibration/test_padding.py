@@ -79,12 +79,7 @@ def test_a_mask_that_is_no_tensor():
         {"input_ids": b["input_ids"], "attention_mask": {"full_attention": causal(b), "sliding_attention": causal(b)}}
         for b in padded()
     ]
-    refused(
-        mts.sparsify,
-        model,
-        match="attention_mask is a dict",
-        data_loader=batches,
-    )
+    refused(mts.sparsify, model, match="attention_mask is a dict", data_loader=batches)
     mts.sparsify(model, data_loader=batches, count_padding=True, progress=False)
 
 

@@ -91,17 +91,9 @@ def test_a_text_shorter_than_a_window_is_one_short_window(tokenizer):
         ([""], ValueError, "data holds no text"),
         ("", TypeError, "data='' is no data set's name: give a Path for a file, and a list for text"),
         ("README.md", TypeError, "data='README.md' is no data set's name"),
-        (
-            "import os\n" * 50,
-            TypeError,
-            "is no data set's name: give a Path for a file, and a list for text",
-        ),
+        ("import os\n" * 50, TypeError, "is no data set's name: give a Path for a file, and a list for text"),
         ([], ValueError, "data holds no text"),
-        (
-            [[1, 2, 3]],
-            TypeError,
-            "give token tensors as data_loader, and images with processor=",
-        ),
+        ([[1, 2, 3]], TypeError, "give token tensors as data_loader, and images with processor="),
     ],
 )
 def test_text_that_is_none(tokenizer, data, error, match):

@@ -157,12 +157,7 @@ ATTENTION = {
     "packed, no bias": nn.MultiheadAttention(8, 2, bias=False),
     "separate": nn.MultiheadAttention(8, 2, kdim=6, vdim=4),
 }
-MODULES = [
-    nn.Linear(6, 4),
-    Conv1D(4, 6),
-    *(conv for conv, _ in CONVOLUTIONS.values()),
-    *ATTENTION.values(),
-]
+MODULES = [nn.Linear(6, 4), Conv1D(4, 6), *(conv for conv, _ in CONVOLUTIONS.values()), *ATTENTION.values()]
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: type(module).__name__)

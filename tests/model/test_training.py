@@ -480,9 +480,7 @@ def through_pickle(model: nn.Module) -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    "change",
-    [lambda model: model, copy.deepcopy, through_pickle],
-    ids=["itself", "deepcopy", "pickle"],
+    "change", [lambda model: model, copy.deepcopy, through_pickle], ids=["itself", "deepcopy", "pickle"]
 )
 @pytest.mark.parametrize("shard", ["5GB", "20KB"])
 def test_save_pretrained_writes_zeros_and_no_masks(change: Callable, shard: str, tmp_path: Path):

@@ -397,12 +397,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         repeats=True,  # both blocks are one module
     ),
     "vit": Architecture(lambda: hf.ViTForImageClassification(hf.ViTConfig(**VISION)), ("ViTLayer",), images),
-    "swin": Architecture(
-        _swin,
-        ("SwinStage",),
-        images,
-        dense={"relative_position_bias_table": "no matrix of a layer"},
-    ),
+    "swin": Architecture(_swin, ("SwinStage",), images, dense={"relative_position_bias_table": "no matrix of a layer"}),
     "clip": Architecture(_clip, ("CLIPEncoderLayer",), images_and_texts, _text_rows),
     "llava": Architecture(_llava, ("CLIPEncoderLayer", "LlamaDecoderLayer"), images_in_texts, _text_rows),
     "resnet_basic": Architecture(lambda: _resnet("basic"), ("ResNetBasicLayer",), images),

@@ -498,13 +498,7 @@ def _sparsified(model: nn.Module, batch: Batch) -> Outcome:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         mts.sparsify(
-            model,
-            "sparsegpt",
-            pattern="2:4",
-            data_loader=[batch],
-            exclude=unreached,
-            min_tokens=1,
-            progress=False,
+            model, "sparsegpt", pattern="2:4", data_loader=[batch], exclude=unreached, min_tokens=1, progress=False
         )
     blocks = tuple(f"{name}." if name else "" for stack in plan.stacks for name in stack.names)
     pruned = sum(math.prod(layer.shape) for layer in plan.layers)

@@ -14,14 +14,7 @@ from modelopt_sparse.plan.options import QUALITIES, Distill, Reconstruct
 from modelopt_sparse.plan.planner import resolve
 from tests.helpers import assert_bits, assert_same_state, state_of, tiny_llama, token_batches
 
-OFF = {
-    "self_data": 0,
-    "permute": False,
-    "update": True,
-    "polish": 0,
-    "reconstruct": None,
-    "distill": None,
-}
+OFF = {"self_data": 0, "permute": False, "update": True, "polish": 0, "reconstruct": None, "distill": None}
 PATTERNS = ["2:4", "50%"]
 
 

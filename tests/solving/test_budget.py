@@ -133,10 +133,7 @@ def test_a_matrix_of_many_weights_steps_by_a_ten_thousandth():
     assert (name, level.sparsity) == ("0.0", 0.4334)
 
 
-CEILINGS = {
-    "flops": ("70% flops", {}),
-    "bytes": ("75% bytes", {"runtime": "cusparselt"}),
-}
+CEILINGS = {"flops": ("70% flops", {}), "bytes": ("75% bytes", {"runtime": "cusparselt"})}
 
 
 @pytest.mark.parametrize("name", CEILINGS)

@@ -89,11 +89,7 @@ def test_what_is_taken_for_no_memory(failure):
 
 
 def test_what_is_not():
-    for error in (
-        RuntimeError("no product of these shapes"),
-        ValueError("DefaultCPUAllocator: "),
-        OSError(),
-    ):
+    for error in (RuntimeError("no product of these shapes"), ValueError("DefaultCPUAllocator: "), OSError()):
         assert not is_out_of_memory(error)
 
 
@@ -245,10 +241,7 @@ def stopped(method: Scarce, *parts: str, done: int = 0, make: Callable[[], nn.Mo
     mts.sparsify(model, method, **options)
 
 
-@pytest.mark.parametrize(
-    ("name", "pattern"),
-    [("alps", "2:4"), ("ria", "2:4"), ("sparsegpt", 0.5), ("magnitude", 0.5)],
-)
+@pytest.mark.parametrize(("name", "pattern"), [("alps", "2:4"), ("ria", "2:4"), ("sparsegpt", 0.5), ("magnitude", 0.5)])
 def test_what_has_no_pieces_is_an_error(name, pattern):
     method = Scarce(METHODS[name], 600)
     stopped(method, "layer 'model.layers.0.self_attn.q_proj' [32, 32]: out of memory", "device=", pattern=pattern)
