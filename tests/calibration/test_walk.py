@@ -8,9 +8,9 @@ from torch import nn
 
 import modelopt_sparse as mts
 from modelopt_sparse.methods.scores import Wanda
-from tests.calibration.collecting import LAYERS, STAGES, assert_same, collected, padded
+from tests.calibration.collecting import LAYERS, STAGES, assert_same, collected, padded, steps_of
 from tests.helpers import assert_same_state, state_of, tiny_llama, token_batches
-from tests.oracles.brute_force import Recording, Steps, assert_stats, brute_force, matrices_of, stepwise
+from tests.oracles.brute_force import Recording, assert_stats, brute_force, matrices_of, stepwise
 
 pytestmark = pytest.mark.core
 
@@ -21,13 +21,8 @@ def test_what_is_sparse_when_a_layer_is_collected(sequential, side):
     """ "none": nothing; "block": the blocks before; "stage": the stages before it in its own block as well."""
     dense, model = tiny_llama(), tiny_llama()
     found = collected(model, data_loader=padded(side), sequential=sequential)
-    steps: dict[str, Steps] = {
-        "none": [LAYERS],
-        "block": [[block] for block in LAYERS],
-        "stage": [[f"{block}.{layer}" for layer in stage] for block in LAYERS for stage in STAGES],
-    }
-    real = lambda batch, name: batch["attention_mask"].bool()  # noqa: E731
-    assert_stats(found, stepwise(dense, model, padded(side), steps[sequential], real))
+    steps, real = steps_of(sequential, LAYERS, STAGES), lambda batch, name: batch["attention_mask"].bool()
+    assert_stats(found, stepwise(dense, model, padded(side), steps, real))
 
 
 def test_the_three_kinds_of_sequential_differ_where_they_should():

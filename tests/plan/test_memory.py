@@ -14,7 +14,6 @@ from modelopt_sparse.methods.alps import Scaled
 from modelopt_sparse.methods.base import Stats
 from modelopt_sparse.model import devices
 from modelopt_sparse.plan import memory as planned_memory
-from modelopt_sparse.plan.plan import Plan
 from modelopt_sparse.plan.planner import make_plan
 from modelopt_sparse.shrinking import importance as choose_channels
 from modelopt_sparse.shrinking.importance import Criterion
@@ -22,24 +21,9 @@ from modelopt_sparse.shrinking.plan import plan_shrink
 from modelopt_sparse.shrinking.sizes import TargetSizes
 from tests.helpers import LiveBytes, tiny_llama
 from tests.models.shrinkable import shrinkable
+from tests.plan.test_planner import untied
 
 pytestmark = pytest.mark.core
-
-LINEARS = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
-LINEARS += ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
-ALL = [f"model.layers.{i}.{linear}" for i in range(2) for linear in LINEARS]
-
-
-def names(plan: Plan) -> list[str]:
-    return [item.name for item in plan.layers]
-
-
-def reasons(plan: Plan) -> dict[str, str]:
-    return {item.name: item.reason for item in plan.skipped}
-
-
-def untied(**changes):
-    return tiny_llama(tie_word_embeddings=False, **changes)
 
 
 # memory ---------------------------------------------------------------------------------------------------------------
