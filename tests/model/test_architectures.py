@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 import modelopt_sparse as mts
 from tests.models.architectures import ARCHITECTURES
-from tests.oracles.brute_force import Recording, Seen, assert_stats, brute_force, call_model, make_sparse, matrices_of
+from tests.oracles.brute_force import Recording, assert_stats, brute_force, call_model, matrices_of, stepwise
 
 pytestmark = pytest.mark.core
 
@@ -62,14 +62,9 @@ def test_grams_of_the_half_sparse_model(name, side):
     dense = architecture.build()
     sparse = sparsified(name, method, side, sequential="block")
     blocks = architecture.block_names(dense)
-    matrices = matrices_of(dense, blocks)
-    half_sparse, expected = copy.deepcopy(dense), Seen()
-    for block in blocks:
-        seen = brute_force(half_sparse, architecture.batches(side), [block], architecture.real)
-        expected.grams.update(seen.grams)
-        expected.tokens.update(seen.tokens)
-        make_sparse(half_sparse, sparse, [block])
-    assert_stats(method.by_layer(matrices), expected)
+    found = method.by_layer(matrices_of(dense, blocks))
+    steps = [[block] for block in blocks]
+    assert_stats(found, stepwise(dense, sparse, architecture.batches(side), steps, architecture.real))
 
 
 @every_architecture
@@ -110,38 +105,6 @@ def test_layers_that_get_one_input_share_one_stats_object(name):
         for other in stats:
             same = inputs[one] == inputs[other] and block_of[one] == block_of[other]
             assert (stats[one] is stats[other]) == same, (one, other)
-
-
-SHARED = {
-    "llama": (
-        "model.layers.0.",
-        [{"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"}, {"mlp.gate_proj", "mlp.up_proj"}],
-    ),
-    "gpt2": ("transformer.h.0.", []),
-    "t5": (
-        "decoder.block.0.",
-        [
-            {f"layer.0.SelfAttention.{letter}" for letter in "qkv"},
-            {f"layer.1.EncDecAttention.{letter}" for letter in "kv"},
-            {"layer.2.DenseReluDense.wi_0", "layer.2.DenseReluDense.wi_1"},
-        ],
-    ),
-}
-
-
-@pytest.mark.parametrize("name", SHARED)
-def test_who_shares_an_input(name):
-    """The groups of one block, by eye."""
-    architecture, method = ARCHITECTURES[name], Recording()
-    block, expected = SHARED[name]
-    dense = architecture.build()
-    sparsified(name, method)
-    groups: dict[int, set[str]] = {}
-    for layer, stats in method.by_layer(matrices_of(dense, architecture.block_names(dense))).items():
-        if layer.startswith(block):
-            groups.setdefault(id(stats), set()).add(layer.removeprefix(block))
-    found = [group for group in groups.values() if len(group) > 1]
-    assert sorted(found, key=sorted) == sorted(expected, key=sorted)
 
 
 # what is pruned, and what stays -------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import modelopt_sparse as mts
 from tests.model.sparse_modules import (
@@ -102,16 +101,6 @@ def test_one_module_used_twice_in_a_graph_sums_both_gradients():
     torch.testing.assert_close(module.weight.grad, dense.weight.grad * mask)
 
 
-def test_two_modules_can_share_a_sparse_parameter():
-    first, mask = sparse_linear()
-    pair = nn.Sequential(first, nn.Linear(8, 8))
-    pair[1].weight = first.weight
-    mts.set_mask(pair, "1.weight", mask)
-    pair(torch.ones(1, 8)).sum().backward()
-    assert is_plus_zero(first.weight.grad[~mask])
-    assert pair[1].weight is first.weight
-
-
 @pytest.mark.parametrize("called", [1, 2])
 def test_the_gradient_of_one_call_is_masked_without_a_copy(called: int):
     """Of several calls it is masked once more, after they are added up: other readers may be among them."""
@@ -144,18 +133,6 @@ def test_a_weight_changed_between_forward_and_backward_is_still_an_error():
         module.weight.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_gradient_checkpointing_gives_the_same_gradients(use_reentrant: bool):
-    module, mask = sparse_linear()
-    plain = copy.deepcopy(module)
-    drift(module)
-    x = torch.randn(3, 8, requires_grad=True)
-    checkpoint(module, x, use_reentrant=use_reentrant).square().sum().backward()
-    plain(x).square().sum().backward()
-    torch.testing.assert_close(module.weight.grad, plain.weight.grad)
-    assert is_plus_zero(module.weight.grad[~mask])
 
 
 def test_mask_set_in_inference_mode_can_be_trained_and_saved():
