@@ -292,42 +292,51 @@ def test_text_of_one_token_is_noticed():
     assert monotonous(mixed) is None
 
 
+def bert() -> nn.Module:
+    return BertModel(BertConfig(vocab_size=97, hidden_size=16, num_hidden_layers=1, num_attention_heads=2))
+
+
+def t5() -> nn.Module:
+    sizes = {"vocab_size": 97, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+    return T5ForConditionalGeneration(T5Config(**sizes))
+
+
+OWN = {"data_loader": batches(2), "self_data": 4}
+NUMBER = "must be a number of windows of text, 0, or 'auto'"
+ALL_THE_SAME = "data='self' is text that the model writes, the same in all processes"
+
+
 @pytest.mark.parametrize(
     ("model", "options", "part"),
     [
-        (
-            lambda: BertModel(BertConfig(vocab_size=97, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)),
-            {},
-            "a BertModel is no causal language model",
-        ),
-        (lambda: nn.Sequential(nn.Linear(4, 4)), {}, "a Sequential is no causal language model"),
-        (tiny_llama, {"data_loader": [{"inputs_embeds": torch.zeros(1, 4, 32)}]}, "a batch has none"),
-        (tiny_llama, {"data_loader": None, "forward_loop": print}, "with forward_loop they have none"),
-        (tiny_llama, {"split_data": False}, "with split_data=False they have none"),
-        (tiny_llama, {"self_data": -1}, "must be a number of windows of text, 0, or 'auto'"),
-        (tiny_llama, {"self_data": 0.5}, "must be a number of windows of text, 0, or 'auto'"),
+        (bert, OWN, "a BertModel is no causal language model"),
+        (t5, OWN, "a T5ForConditionalGeneration is no causal language model"),
+        (one_linear, OWN, "a Sequential is no causal language model"),
+        (tiny_llama, {**OWN, "data_loader": [{"inputs_embeds": torch.zeros(1, 4, 32)}]}, "a batch has none"),
+        (tiny_llama, {"self_data": 4, "forward_loop": print}, "with forward_loop they have none"),
+        (tiny_llama, {**OWN, "split_data": False}, "with split_data=False they have none"),
+        (tiny_llama, {**OWN, "self_data": -1}, NUMBER),
+        (tiny_llama, {**OWN, "self_data": 0.5}, NUMBER),
+        (one_linear, {"data": "self"}, "data='self': a Sequential is no causal language model"),
+        (lambda: beginning(tiny_llama()), {"data": "self"}, "no token is known to begin with"),
+        (tiny_llama, {"data": "self", "processor": print}, ALL_THE_SAME),
+        (tiny_llama, {"data": "self", "split_data": False}, "leave split_data=False out"),
     ],
 )
 def test_what_is_refused(model, options, part):
-    refused(mts.sparsify, model(), "wanda", **{"data_loader": batches(2), "self_data": 4, **options}, parts=[part])
+    refused(mts.sparsify, model(), "wanda", **options, parts=[part])
 
 
-def test_encoder_decoders_are_refused():
-    config = T5Config(vocab_size=97, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
-    with pytest.raises(ValueError, match="a T5ForConditionalGeneration is no causal language model"):
-        own_text.refuse_to_write(T5ForConditionalGeneration(config), "self_data=4")
+@pytest.mark.parametrize("options", [OWN, {"data": "self", "seq_len": 64}], ids=["more", "all"])
+def test_streaming_takes_a_file_instead(tmp_path, options):
+    with pytest.raises(ValueError, match="give a file of write_text"):
+        mts.sparsify_checkpoint(TESTBED / "tiny-llama", tmp_path / "out", "wanda", **options)
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_model_with_nan_logits_is_refused():
     with pytest.raises(ValueError, match="the dense model's logits are not finite"):
         drawn(torch.tensor([[1.0, torch.nan]]), torch.tensor([0.5], dtype=torch.float64))
-
-
-def test_streaming_takes_a_file_instead(tmp_path):
-    tiny_llama().save_pretrained(tmp_path / "dense")
-    with pytest.raises(ValueError, match="give a file of write_text as data="):
-        mts.sparsify_checkpoint(tmp_path / "dense", tmp_path / "out", "wanda", data_loader=batches(2), self_data=4)
-    assert not (tmp_path / "out").exists()
 
 
 # chats ---------------------------------------------------------------------------------------------------------------
@@ -481,29 +490,11 @@ def test_more_of_it_is_other_text():
     assert numbers == list(range(12))
 
 
-@pytest.mark.parametrize(
-    ("model", "options", "part"),
-    [
-        (lambda: nn.Sequential(nn.Linear(4, 4)), {}, "data='self': a Sequential is no causal language model"),
-        (lambda: beginning(tiny_llama()), {}, "no token is known to begin with"),
-        (tiny_llama, {"processor": print}, "data='self' is text that the model writes, the same in all processes"),
-        (tiny_llama, {"split_data": False}, "leave split_data=False out"),
-    ],
-)
-def test_what_cannot_be_from_nothing(model, options, part):
-    refused(mts.sparsify, model(), "wanda", **{**NOTHING, **options}, parts=[part])
-
-
-def test_from_nothing_into_a_file_for_streaming(tmp_path):
+def test_from_nothing_into_a_file(tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(TESTBED / "tiny-llama")
     model = AutoModelForCausalLM.from_pretrained(TESTBED / "tiny-llama")
     path = mts.write_text(model, tmp_path / "own.jsonl", data="self", tokenizer=tokenizer, windows=3, seq_len=64)
     assert len(path.read_text().splitlines()) == 3
-    with pytest.raises(
-        ValueError, match="data='self' runs the whole model, which streaming never holds: give a file of write_text"
-    ):
-        mts.sparsify_checkpoint(TESTBED / "tiny-llama", tmp_path / "out", "wanda", data="self", seq_len=64)
-    assert not (tmp_path / "out").exists()
 
 
 # the file -----------------------------------------------------------------------------------------------------------
