@@ -400,6 +400,7 @@ def test_sparsify_again_replaces_masks_and_says_what_its_error_counts_from():
         again = "mlp" in layer.name
         assert layer.pattern == ("1:4" if again else "2:4")
         assert layer.notes == (["pruned before (magnitude 2:4): the error adds to that"] if again else [])
+    assert {layer.type for layer in (*report.layers, *mts.make_plan(model, "magnitude").layers)} == {"Linear"}
     assert len(report.layers) == 14
     assert [run["layers"] for run in report.earlier] == [[name for name in NAMES if "self_attn" in name]]
     mts.sparsify(model, "magnitude", pattern="1:8")
@@ -407,26 +408,25 @@ def test_sparsify_again_replaces_masks_and_says_what_its_error_counts_from():
     assert len(mts.report(model).layers) == 14
 
 
-def test_weights_may_come_back_when_a_mask_is_replaced():
+class Grown(mts.Method):
+    """Keeps what was pruned."""
+
+    def solve(self, weight, state, pattern, options):
+        mask = pattern.mask(-weight.abs())
+        return mts.Solution(torch.where(mask, 2.0, 0.0), mask, 0.0)
+
+
+@pytest.mark.parametrize("enforce", [True, False])
+def test_weights_may_come_back_when_a_mask_is_replaced(enforce):
     """The new mask rules, also where the second run leaves none: the old one would prune its solution."""
-
-    class Grown(mts.Method):
-        name = "grown"
-
-        def solve(self, weight, state, pattern, options):
-            mask = pattern.mask(-weight.abs())  # the other half: what was pruned
-            return mts.Solution(torch.where(mask, 2.0, 0.0), mask, 0.0)
-
-    for enforce in (True, False):
-        model = mts.sparsify(tiny_llama(), "magnitude", pattern="2:4")
-        old = {name: mask.clone() for name, mask in mts.named_masks(model)}
-        mts.sparsify(model, Grown(), pattern="2:4", enforce=enforce, replace=True)
-        for name, mask in mts.named_masks(model):
-            assert torch.equal(mask, ~old[name])
-        layer = model.model.layers[0].mlp.up_proj
-        x = torch.randn(3, 32)
-        expected = x @ torch.where(~old["model.layers.0.mlp.up_proj.weight"], 2.0, 0.0).T
-        torch.testing.assert_close(layer(x), expected)
+    model = mts.sparsify(tiny_llama(), "magnitude", pattern="2:4")
+    old = {name: mask.clone() for name, mask in mts.named_masks(model)}
+    mts.sparsify(model, Grown(), pattern="2:4", enforce=enforce, replace=True)
+    for name, mask in mts.named_masks(model):
+        assert torch.equal(mask, ~old[name])
+    x = torch.randn(3, 32)
+    expected = x @ torch.where(~old["model.layers.0.mlp.up_proj.weight"], 2.0, 0.0).T
+    torch.testing.assert_close(model.model.layers[0].mlp.up_proj(x), expected)
 
 
 def test_reports_of_interrupted_runs_merge():
@@ -472,19 +472,9 @@ def test_export_gives_back_plain_modules_with_the_same_parameters():
 
 
 def test_export_twice_is_harmless_and_a_dense_model_comes_back_as_it_is():
-    model = mts.export(mts.sparsify(tiny_llama(), "magnitude", pattern="2:4"))
-    before = state_of(model)
-    assert_same_state(mts.export(model), before)
-    dense = tiny_llama()
-    before = state_of(dense)
-    assert_same_state(mts.export(dense), before)
-
-
-def test_plan_and_report_of_a_sparse_model_name_the_class_that_the_layer_came_with():
-    model = mts.sparsify(nn.Sequential(nn.Linear(8, 8)), "magnitude")
-    assert [layer.type for layer in mts.make_plan(model, "magnitude").layers] == ["Linear"]
-    mts.sparsify(model, "magnitude", pattern="1:4")
-    assert [layer.type for layer in mts.report(model).layers] == ["Linear"]
+    for model in (mts.export(mts.sparsify(tiny_llama(), "magnitude", pattern="2:4")), tiny_llama()):
+        before = state_of(model)
+        assert_same_state(mts.export(model), before)
 
 
 # numbers at the limits ------------------------------------------------------------------------------------------------
