@@ -364,11 +364,6 @@ def test_subclasses_are_layers_of_their_base_type():
     assert [layer.name for layer in find_layers(Attention(8, 2))[0]] == ["in_proj_weight", "out_proj"]
 
 
-def test_a_model_that_is_one_layer_is_named_by_its_parameter():
-    layer = only_layer(nn.Linear(4, 2))
-    assert (layer.name, layer.parameter_name) == ("weight", "weight")
-
-
 def test_linears_that_share_a_weight_are_one_layer_with_twins():
     model = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4), "c": nn.Linear(4, 4)})
     model["c"].weight = model["a"].weight
@@ -402,40 +397,29 @@ def test_a_linear_tied_to_an_embedding_is_no_layer(embedding_first):
     assert others[0].names == (first, second)
 
 
-def test_convolutions_that_share_a_weight_but_read_their_input_differently_are_no_layer():
-    first, second = nn.Conv1d(4, 4, 3), nn.Conv1d(4, 4, 3, dilation=2)
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [(nn.Linear(4, 4), Conv1D(4, 4)), (nn.Conv1d(4, 4, 3), nn.Conv1d(4, 4, 3, dilation=2))],
+    ids=["transposed", "dilated"],
+)
+def test_weights_that_layers_do_not_read_alike_are_no_layer(first, second):
+    """A matrix for one is the transposed matrix for the other, or meets other inputs."""
     second.weight = first.weight
     layers, others = find_layers(nn.ModuleDict({"first": first, "second": second}))
     assert not layers
     assert [item.reason for item in others] == ["tied: also held by second"]
 
 
-def test_weights_shared_between_different_kinds_of_layers_are_no_layer():
-    """A matrix for one is the transposed matrix for the other."""
-    linear, conv = nn.Linear(4, 4), Conv1D(4, 4)
-    conv.weight = linear.weight
-    layers, others = find_layers(nn.ModuleDict({"linear": linear, "conv": conv}))
-    assert not layers
-    assert [item.reason for item in others] == ["tied: also held by conv"]
-
-
 def test_experts_in_a_list_or_dict_know_their_fellows():
     def mlp() -> nn.Module:
         return nn.ModuleDict({"up": nn.Linear(4, 8), "down": nn.Linear(8, 4)})
 
-    model: nn.Module = nn.ModuleDict(
-        {
-            "experts": nn.ModuleList([mlp(), mlp()]),
-            "more_experts": nn.ModuleDict({"first": mlp(), "second": mlp()}),
-            "shared_experts": nn.Linear(4, 8),
-            "layers": nn.ModuleList([mlp(), mlp()]),
-        }
-    )
-    assert {layer.name: layer.mixture for layer in find_layers(model)[0]} == {
-        **{f"experts.{i}.{name}": f"experts.*.{name}" for i in range(2) for name in ("up", "down")},
-        **{
-            f"more_experts.{i}.{name}": f"more_experts.*.{name}" for i in ("first", "second") for name in ("up", "down")
-        },
-        "shared_experts": None,
-        **{f"layers.{i}.{name}": None for i in range(2) for name in ("up", "down")},
-    }
+    lists: dict[str, nn.Module] = {name: nn.ModuleList([mlp(), mlp()]) for name in ("experts", "layers")}
+    named = nn.ModuleDict({"first": mlp(), "second": mlp()})
+    model = nn.ModuleDict({**lists, "more_experts": named, "shared_experts": nn.Linear(4, 8)})
+    found = {layer.name: layer.mixture for layer in find_layers(model)[0]}
+    assert found.pop("shared_experts") is None
+    assert len(found) == 12
+    for name, mixture in found.items():
+        parent, _, layer = name.split(".")
+        assert mixture == (None if parent == "layers" else f"{parent}.*.{layer}")

@@ -164,20 +164,6 @@ def test_training_is_that_of_the_dense_model_whose_gradients_are_masked():
     torch.testing.assert_close(values(model), values(plain), rtol=1e-4, atol=1e-5)
 
 
-def test_gradients_accumulate_over_micro_batches():
-    model = sparse_model()
-    x, target = regression()
-    mean_square(model, x, target).backward()
-    whole = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-    model.zero_grad()
-    for part in range(4):
-        (mean_square(model, x[part::4], target[part::4]) / 4).backward()
-    torch.testing.assert_close({name: p.grad for name, p in model.named_parameters()}, whole, rtol=1e-4, atol=1e-6)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
-    optimizer.step()
-    assert not lost_zeros(model)
-
-
 def two_micro_batches(model: nn.Module, x: Tensor, target: Tensor) -> Tensor:
     """Both graphs alive until one backward pass."""
     return (mean_square(model, x[::2], target[::2]) + mean_square(model, x[1::2], target[1::2])) / 2
@@ -286,28 +272,28 @@ def test_muon_loses_zeros_by_itself_and_keeps_them_when_attached():
 
 
 @pytest.mark.parametrize("name", ["SGD, momentum, decay", "Adam", "AdamW", "AdamW, fused", "RMSprop"])
-def test_a_mask_under_existing_momentum_needs_and_gets_attach_optimizer(name: str):
-    for attached in (False, True):
-        model = sparse_model(names=())
-        optimizer = OPTIMIZERS[name](model.parameters())
-        for _ in range(3):
-            one_step(model, optimizer)
-        for seed, masked in enumerate(MASKED):
-            mts.set_mask(model, masked, random_mask(model.get_parameter(masked), seed))
-        assert all(value.any() for value in state_at_pruned_places(model, optimizer).values())
-        if not attached:
-            one_step(model, optimizer)
-            assert set(lost_zeros(model)) == set(MASKED)
-            continue
-        mts.attach_optimizer(optimizer, model)
-        pruned = state_at_pruned_places(model, optimizer)
-        assert len(pruned) >= len(MASKED)
-        assert not any(value.any() for value in pruned.values())  # at once, before any step
-        before = values(model)
-        losses = train(model, optimizer)
-        assert losses[-1] < 0.85 * losses[0]
-        assert not unchanged(model, before)
-        assert not any(value.any() for value in state_at_pruned_places(model, optimizer).values())
+@pytest.mark.parametrize("attached", [False, True])
+def test_a_mask_under_existing_momentum_needs_and_gets_attach_optimizer(name: str, attached: bool):
+    model = sparse_model(names=())
+    optimizer = OPTIMIZERS[name](model.parameters())
+    for _ in range(3):
+        one_step(model, optimizer)
+    for seed, masked in enumerate(MASKED):
+        mts.set_mask(model, masked, random_mask(model.get_parameter(masked), seed))
+    assert all(value.any() for value in state_at_pruned_places(model, optimizer).values())
+    if not attached:
+        one_step(model, optimizer)
+        assert set(lost_zeros(model)) == set(MASKED)
+        return
+    mts.attach_optimizer(optimizer, model)
+    pruned = state_at_pruned_places(model, optimizer)
+    assert len(pruned) >= len(MASKED)
+    assert not any(value.any() for value in pruned.values())  # at once, before any step
+    before = values(model)
+    losses = train(model, optimizer)
+    assert losses[-1] < 0.85 * losses[0]
+    assert not unchanged(model, before)
+    assert not any(value.any() for value in state_at_pruned_places(model, optimizer).values())
 
 
 def test_attach_optimizer_repairs_weights_at_once_and_leaves_kept_and_coded_state_alone():

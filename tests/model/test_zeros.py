@@ -7,7 +7,6 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from accelerate import cpu_offload
 from torch import Tensor, nn
 from torch.nn.utils import vector_to_parameters
 
@@ -226,16 +225,6 @@ def test_all_masks_of_a_module_are_asked_for():
         assert torch.equal(module(X), F.linear(X, module.weight * mask, 3.0 * kept))
 
 
-def test_attention_reads_its_childs_weight_masked():
-    module = nn.MultiheadAttention(8, 2, batch_first=True)
-    mts.set_mask(module, "out_proj.weight", mask := random_mask(module.out_proj.weight))
-    with torch.no_grad():
-        x = X[None]
-        expected = module(x, x, x)[0]
-        module.out_proj.weight.data[~mask] = 5.0
-        assert torch.equal(module(x, x, x)[0], expected)
-
-
 @pytest.mark.filterwarnings("ignore:.torch.jit.trace:DeprecationWarning")
 @pytest.mark.parametrize("gradients", [False, True])
 @pytest.mark.parametrize("make", [torch.fx.symbolic_trace, lambda model: torch.jit.trace(model, X)])
@@ -404,36 +393,6 @@ def test_a_swapped_tensor_is_seen():
         torch.utils.swap_tensors(module.weight, nn.Parameter(VALUES.clone()))
         for _ in range(2):
             assert torch.equal(module(X), masked_output(module, mask))
-
-
-def test_offloaded_weights_are_masked_in_each_call():
-    model = cpu_offload(nn.Sequential(sparse_linear()[0]), execution_device=torch.device("cpu"))
-    module = model[0]
-    values = module._hf_hook.weights_map["weight"]
-    for _ in range(2):
-        values[:] = 1.0
-        with torch.no_grad():
-            result = model(X)
-        bias = module._hf_hook.weights_map["bias"]
-        torch.testing.assert_close(result, F.linear(X, module.weight_mask.float(), bias))
-
-
-def test_merged_and_unmerged_adapters_are_seen(passes: Passes):
-    from peft import LoraConfig, get_peft_model
-
-    model = nn.Sequential(sparse_linear()[0])
-    mask = model[0].weight_mask.clone()
-    adapted = get_peft_model(model, LoraConfig(target_modules=["0"], r=2, init_lora_weights=False))
-    base = adapted.base_model.model[0].base_layer
-    with torch.no_grad():
-        plain = base(X)
-        for write in (adapted.merge_adapter, adapted.unmerge_adapter):
-            write()
-            assert torch.equal(base(X), masked_output(base, mask))
-            assert not torch.equal(base(X), plain)
-            passes.clear()
-            base(X)
-            assert not passes
 
 
 # bits -----------------------------------------------------------------------------------------------------------------
