@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import modelopt_sparse as mts
+from tests.helpers import Snapshot
 from tests.models.architectures import ARCHITECTURES
 from tests.oracles.brute_force import Recording, assert_stats, brute_force, call_model, matrices_of, stepwise
 
@@ -160,33 +161,19 @@ def test_the_model_comes_back_as_it_was(name):
     architecture = ARCHITECTURES[name]
     model = architecture.build()
     model(**architecture.batches("right")[0])  # in the first call transformers installs hooks of its own in some models
-    modules = dict(model.named_modules())
     for index, parameter in enumerate(model.parameters()):
         parameter.requires_grad_(index % 3 != 0)
-    for index, module in enumerate(modules.values()):
+    for index, module in enumerate(model.modules()):
         module.training = index % 2 == 0
-    configs = [module.config for module in modules.values() if isinstance(module, PreTrainedModel)]
-    for config in configs:
-        config.use_cache = True
-    before = look(model)
+        if isinstance(module, PreTrainedModel):
+            module.config.use_cache = True
+    before, modules = Snapshot(model).look, list(model.modules())
     mts.sparsify(model, "sparsegpt", data_loader=architecture.batches("right"), progress=False)
-    after = look(model)
-    assert all(config.use_cache is True for config in configs)
-    for what in before:
-        assert before[what] == after[what], what
-
-
-def look(model: nn.Module) -> dict[str, object]:
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    modules = dict(model.named_modules(remove_duplicate=False))
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_state_dict_hooks")
-    return {
-        "objects and ties": {key: id(value) for key, value in parameters.items()},
-        "requires_grad": {key: value.requires_grad for key, value in parameters.items()},
-        "grad": {key: value.grad for key, value in parameters.items()},
-        "dtype and device": {key: (value.dtype, value.device) for key, value in parameters.items()},
-        "leaves": {key: value.is_leaf for key, value in parameters.items()},
-        "training": {key: module.training for key, module in modules.items()},
-        "modules": {key: id(module) for key, module in modules.items()},
-        "hooks": {key: [len(getattr(module, kind)) for kind in hooks] for key, module in modules.items()},
-    }
+    after = Snapshot(model).look
+    for key, value in before.items():
+        if key[0] in ("switches", "flags", "parameter"):
+            assert after[key] == value, key
+        if key[0] == "tensor":  # its values may be others, its holder, dtype, shape and requires_grad are not
+            assert after[key][:2] == value[:2], key
+    assert all(one is other for one, other in zip(modules, model.modules(), strict=True))
+    assert all(parameter.is_leaf and parameter.grad is None for parameter in model.parameters())

@@ -35,7 +35,7 @@ def test_module_becomes_sparse_in_place_and_plain_again_on_export(case: Case):
     module.get_parameter(case.names[0]).requires_grad_(False)
     parameters = dict(module.named_parameters())
     wanted = {name: parameter.requires_grad for name, parameter in parameters.items()}
-    classes = [type(child) for child in module.modules()]
+    classes, keys = [type(child) for child in module.modules()], list(module.state_dict())
     attributes = [set(child.__dict__) | set(child._buffers) for child in module.modules()]
     masks = {name: random_mask(parameters[name], seed) for seed, name in enumerate(case.names)}
     for name, mask in masks.items():
@@ -53,6 +53,7 @@ def test_module_becomes_sparse_in_place_and_plain_again_on_export(case: Case):
     assert at_rest(module)
 
     assert mts.export(module) is module
+    assert list(module.state_dict()) == keys
     assert [type(child) for child in module.modules()] == classes
     assert [set(child.__dict__) | set(child._buffers) for child in module.modules()] == attributes
     assert all(parameter is parameters[name] for name, parameter in module.named_parameters())

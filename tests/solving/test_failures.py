@@ -444,33 +444,6 @@ def test_reports_of_interrupted_runs_merge():
 # export -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("ignore:512 values, up to 1, were written to pruned places")
-def test_export_gives_back_plain_modules_with_the_same_parameters():
-    model = tiny_llama()
-    model.model.layers[0].mlp.up_proj.weight.requires_grad_(False)
-    classes = {name: type(module) for name, module in model.named_modules()}
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    flags = {name: (p.requires_grad, p.dtype) for name, p in parameters.items()}
-    keys = list(model.state_dict())
-    mts.sparsify(model, "magnitude", pattern="2:4")
-    zeros = {name: ~mask for name, mask in mts.named_masks(model)}
-    logits = model(token_batches(1)[0]).logits
-    with torch.no_grad():
-        model.get_parameter(f"{NAMES[0]}.weight").add_(1)  # an update that forgot the mask
-        model.get_parameter(f"{NAMES[0]}.weight").sub_(1)
-    assert mts.export(model) is model
-    assert {name: type(module) for name, module in model.named_modules()} == classes
-    after = dict(model.named_parameters(remove_duplicate=False))
-    assert {name: id(p) for name, p in after.items()} == {name: id(p) for name, p in parameters.items()}
-    assert {name: (p.requires_grad, p.dtype) for name, p in after.items()} == flags
-    assert model.lm_head.weight is model.model.embed_tokens.weight
-    assert list(model.state_dict()) == keys
-    assert dict(mts.named_masks(model)) == {}
-    for name, zero in zeros.items():
-        assert_bits(after[name][zero], torch.zeros(int(zero.sum())))
-    torch.testing.assert_close(model(token_batches(1)[0]).logits, logits)
-
-
 def test_export_twice_is_harmless_and_a_dense_model_comes_back_as_it_is():
     for model in (mts.export(mts.sparsify(tiny_llama(), "magnitude", pattern="2:4")), tiny_llama()):
         before = state_of(model)
