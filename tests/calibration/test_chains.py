@@ -7,20 +7,7 @@ from torch import nn
 import modelopt_sparse as mts
 from tests.calibration.collecting import assert_calibrated, collected, thread_state
 from tests.models import stacked
-from tests.models.stacked import (
-    STACKED,
-    Appending,
-    Between,
-    Exhausting,
-    Handing,
-    Iterating,
-    Kept,
-    Normed,
-    Shuffled,
-    Stacked,
-    Twice,
-    vectors,
-)
+from tests.models.stacked import STACKED, Between, Stacked, vectors
 from tests.oracles.brute_force import assert_stats, brute_force
 
 
@@ -42,20 +29,20 @@ def test_a_loop_may_be_in_inference_mode_for_a_part_of_the_data():
 
 @pytest.mark.parametrize("sequential", ["block", "none"])
 def test_what_stands_between_blocks_is_run_as_well(sequential):
-    model = assert_calibrated(Normed(), ["blocks.0", "blocks.2", "blocks.4"], vectors(), sequential)
+    model = assert_calibrated(stacked.Normed(), ["blocks.0", "blocks.2", "blocks.4"], vectors(), sequential)
     assert not any("whole model" in note for note in mts.report(model).notes)
 
 
 OTHER = "blocks that answer in the place of computing do not give the model's own output"
 ORDER = "calls come to its blocks more than once, or in another order in some of them"
 WHOLE = {
-    (Appending, "block"): OTHER,
-    (Appending, "none"): OTHER,
-    (Exhausting, "block"): OTHER,
-    (Iterating, "none"): OTHER,
-    (Shuffled, "none"): ORDER,
-    (Twice, "none"): ORDER,
-    (Kept, "block"): "a call that is run again computes something else",
+    (stacked.Appending, "block"): OTHER,
+    (stacked.Appending, "none"): OTHER,
+    (stacked.Exhausting, "block"): OTHER,
+    (stacked.Iterating, "none"): OTHER,
+    (stacked.Shuffled, "none"): ORDER,
+    (stacked.Twice, "none"): ORDER,
+    (stacked.Kept, "block"): "a call that is run again computes something else",
 }
 
 
@@ -66,7 +53,7 @@ def test_blocks_whose_answers_are_not_enough_are_calibrated_through_the_whole_mo
     model, before = kind(), thread_state()
     why, cost = WHOLE[kind, sequential], "3 runs of the model over the data, one for each block, instead of two"
     # no two runs of some models compute the same
-    calibrate = assert_calibrated if kind is not Kept else lambda *_: mts.sparsify(model, data_loader=vectors())
+    calibrate = assert_calibrated if kind is not stacked.Kept else lambda *_: mts.sparsify(model, data_loader=vectors())
     with pytest.warns(UserWarning, match=f"stack 'blocks' is calibrated .* because {why}: {cost}"):
         calibrate(model, STACKED, vectors(), sequential)
     assert any(why in note for note in mts.report(model).notes)
@@ -75,8 +62,8 @@ def test_blocks_whose_answers_are_not_enough_are_calibrated_through_the_whole_mo
 
 def test_what_hooks_hand_on_from_block_to_block():
     """In an object that all calls share. Blocks that answer hand it on as those that compute."""
-    found = collected(Handing(), STACKED, data_loader=vectors(), sequential="none", min_tokens=1)
-    assert_stats(found, brute_force(Handing(), vectors(), STACKED))
+    found = collected(stacked.Handing(), STACKED, data_loader=vectors(), sequential="none", min_tokens=1)
+    assert_stats(found, brute_force(stacked.Handing(), vectors(), STACKED))
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])

@@ -5,17 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers as hf
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    BertConfig,
-    BertModel,
-    MambaConfig,
-    MambaForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
-)
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 import modelopt_sparse as mts
@@ -152,8 +143,8 @@ def test_keys_and_values_of_a_text_are_not_copied_for_each_token():
 
 def test_a_model_without_a_kv_cache_runs_all_of_the_text_for_each_token():
     torch.manual_seed(0)
-    config = MambaConfig(vocab_size=97, hidden_size=16, num_hidden_layers=1, state_size=4)
-    model = MambaForCausalLM(config).eval()
+    config = hf.MambaConfig(vocab_size=97, hidden_size=16, num_hidden_layers=1, state_size=4)
+    model = hf.MambaForCausalLM(config).eval()
     with torch.no_grad():
         windows = windows_of(model, [row[:16] for row in ROWS], 2, 16, seed=0)
     assert windows.tolist() == [written_slowly(model, [row[:16] for row in ROWS], i, 16, 0) for i in range(2)]
@@ -293,12 +284,12 @@ def test_text_of_one_token_is_noticed():
 
 
 def bert() -> nn.Module:
-    return BertModel(BertConfig(vocab_size=97, hidden_size=16, num_hidden_layers=1, num_attention_heads=2))
+    return hf.BertModel(hf.BertConfig(vocab_size=97, hidden_size=16, num_hidden_layers=1, num_attention_heads=2))
 
 
 def t5() -> nn.Module:
     sizes = {"vocab_size": 97, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
-    return T5ForConditionalGeneration(T5Config(**sizes))
+    return hf.T5ForConditionalGeneration(hf.T5Config(**sizes))
 
 
 OWN = {"data_loader": batches(2), "self_data": 4}
@@ -349,7 +340,7 @@ TEMPLATE = (
 @pytest.fixture
 def chatting():
     """(model, tokenizer with a template, chats, each of which asks something else)."""
-    tokenizer = AutoTokenizer.from_pretrained(TESTBED / "tiny-llama")
+    tokenizer = hf.AutoTokenizer.from_pretrained(TESTBED / "tiny-llama")
     tokenizer.chat_template = TEMPLATE
     lines = (TESTBED / "calibration.txt").read_text(encoding="utf-8").splitlines()
     said = [line for line in lines if len(line) > 20][:60]
@@ -358,7 +349,7 @@ def chatting():
         + ([{"role": "user", "content": said[i + 2]}, {"role": "assistant", "content": "no"}] if i % 2 else [])
         for i in range(40)
     ]
-    return AutoModelForCausalLM.from_pretrained(TESTBED / "tiny-llama").eval(), tokenizer, chats
+    return hf.AutoModelForCausalLM.from_pretrained(TESTBED / "tiny-llama").eval(), tokenizer, chats
 
 
 @torch.no_grad()
@@ -491,8 +482,8 @@ def test_more_of_it_is_other_text():
 
 
 def test_from_nothing_into_a_file(tmp_path):
-    tokenizer = AutoTokenizer.from_pretrained(TESTBED / "tiny-llama")
-    model = AutoModelForCausalLM.from_pretrained(TESTBED / "tiny-llama")
+    tokenizer = hf.AutoTokenizer.from_pretrained(TESTBED / "tiny-llama")
+    model = hf.AutoModelForCausalLM.from_pretrained(TESTBED / "tiny-llama")
     path = mts.write_text(model, tmp_path / "own.jsonl", data="self", tokenizer=tokenizer, windows=3, seq_len=64)
     assert len(path.read_text().splitlines()) == 3
 
@@ -501,8 +492,8 @@ def test_from_nothing_into_a_file(tmp_path):
 
 
 def test_a_file_is_written_and_read_as_data(tmp_path):
-    tokenizer = AutoTokenizer.from_pretrained(TESTBED / "tiny-llama")
-    model = AutoModelForCausalLM.from_pretrained(TESTBED / "tiny-llama")
+    tokenizer = hf.AutoTokenizer.from_pretrained(TESTBED / "tiny-llama")
+    model = hf.AutoModelForCausalLM.from_pretrained(TESTBED / "tiny-llama")
     before = Snapshot(model)
     text = {"data": Path(TESTBED / "calibration.txt"), "tokenizer": tokenizer, "num_samples": 4, "seq_len": 64}
     path = mts.write_text(model, tmp_path / "own.jsonl", windows=3, **text)

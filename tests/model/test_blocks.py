@@ -4,18 +4,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import transformers as hf
 from torch import nn
-from transformers import (
-    MixtralConfig,
-    MixtralForCausalLM,
-    PreTrainedConfig,
-    ResNetConfig,
-    ResNetForImageClassification,
-    SwinConfig,
-    SwinForImageClassification,
-    T5Config,
-    T5ForConditionalGeneration,
-)
 
 from modelopt_sparse.model.layers import find_layers, find_stacks
 from tests.helpers import tiny_llama
@@ -47,7 +37,7 @@ def numbered(name: str, count: int) -> list[str]:
     return [f"{name}.{i}" for i in range(count)]
 
 
-def on_meta(kind: type, config: PreTrainedConfig) -> nn.Module:
+def on_meta(kind: type, config: hf.PreTrainedConfig) -> nn.Module:
     with torch.device("meta"):
         return kind(config)
 
@@ -58,23 +48,25 @@ def blocks(*kinds: type) -> nn.ModuleList:
 
 def t5() -> nn.Module:
     sizes = {"d_model": 16, "d_ff": 16, "d_kv": 8, "num_heads": 2, "vocab_size": 20}
-    return on_meta(T5ForConditionalGeneration, T5Config(num_layers=2, num_decoder_layers=3, **sizes))
+    return on_meta(hf.T5ForConditionalGeneration, hf.T5Config(num_layers=2, num_decoder_layers=3, **sizes))
 
 
 def resnet() -> nn.Module:
-    config = ResNetConfig(hidden_sizes=[8, 16], depths=[2, 3], embedding_size=8, layer_type="basic")
-    return on_meta(ResNetForImageClassification, config)
+    config = hf.ResNetConfig(hidden_sizes=[8, 16], depths=[2, 3], embedding_size=8, layer_type="basic")
+    return on_meta(hf.ResNetForImageClassification, config)
 
 
 def swin() -> nn.Module:
     """Its stages end in a projection of their own, which must not be left out of the walk."""
-    return on_meta(SwinForImageClassification, SwinConfig(embed_dim=8, depths=[2, 2], num_heads=[2, 2]))
+    return on_meta(hf.SwinForImageClassification, hf.SwinConfig(embed_dim=8, depths=[2, 2], num_heads=[2, 2]))
 
 
 def mixtral() -> nn.Module:
     """Fused experts do not change what a block is."""
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
-    return on_meta(MixtralForCausalLM, MixtralConfig(num_hidden_layers=2, vocab_size=20, num_local_experts=2, **sizes))
+    return on_meta(
+        hf.MixtralForCausalLM, hf.MixtralConfig(num_hidden_layers=2, vocab_size=20, num_local_experts=2, **sizes)
+    )
 
 
 def beside_lists_of_single_layers() -> nn.Module:
@@ -86,6 +78,10 @@ def beside_lists_of_single_layers() -> nn.Module:
 def with_experts() -> nn.Module:
     """A list of experts inside of a block is no stack of its own."""
     return nn.ModuleDict({"layers": nn.ModuleList(Block(Block(), Block(), Block()) for _ in range(2))})
+
+
+def with_a_norm() -> nn.Module:
+    return nn.ModuleDict({"layers": nn.ModuleList([Block(), nn.LayerNorm(8), Block()])})
 
 
 def nested() -> nn.Module:
@@ -116,7 +112,7 @@ STACKS: dict[str, tuple[Callable[[], nn.Module], dict[str, int | list[str]]]] = 
     "lists of single layers": (beside_lists_of_single_layers, {"layers": 2}),
     "blocks of two kinds": (lambda: nn.ModuleDict({"layers": blocks(Block, OtherBlock, Block)}), {"layers": 3}),
     "a block and a layer": (lambda: nn.ModuleDict({"layers": nn.ModuleList([Block(), nn.Linear(8, 8)])}), {"": [""]}),
-    "what is no block between": (lambda: nn.Sequential(Block(), nn.LayerNorm(8), Block()), {"": ["0", "2"]}),
+    "what is no block between": (with_a_norm, {"layers": ["layers.0", "layers.2"]}),
     "attention": (torchs_own, {"layers": 2}),
     "no layers": (lambda: nn.Sequential(nn.ReLU(), nn.LayerNorm(4)), {}),
 }

@@ -148,7 +148,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("given", "words"), REFUSED, ids=str)
 def test_a_bad_value_is_an_error_that_says_what_is_allowed(given, words):
-    wrong_type = any(part in words for part in (" is a ", "give a glob", "=5"))
+    wrong_type = any(part in words for part in (" is a ", "give a glob"))
     with pytest.raises(TypeError if wrong_type else ValueError, match=words):
         make(given)
 

@@ -7,19 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as hf
 from torch import nn
 from torch.nn.utils import parametrize, prune
-from transformers import (
-    IBertConfig,
-    IBertForMaskedLM,
-    MambaConfig,
-    MambaForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    MobileNetV1Config,
-    MobileNetV1ForImageClassification,
-    T5Config,
-)
 from transformers import T5ForConditionalGeneration as T5
 from transformers.pytorch_utils import Conv1D
 
@@ -234,11 +224,11 @@ def test_layers_of_a_llama_by_name():
 
 def test_the_head_of_a_model_without_a_stack_stays_dense():
     """transformers: all that lies outside of the base model. Other models: the last layer, by the name of its child."""
-    config = MobileNetV1Config(num_channels=3, image_size=32, depth_multiplier=0.25, min_depth=8)
-    plan = make_plan(MobileNetV1ForImageClassification(config), "magnitude", pattern=0.5)
+    config = hf.MobileNetV1Config(num_channels=3, image_size=32, depth_multiplier=0.25, min_depth=8)
+    plan = make_plan(hf.MobileNetV1ForImageClassification(config), "magnitude", pattern=0.5)
     assert plan.stacks[0].names == ("",)
     assert reasons(plan) == {"classifier": "output head"}
-    assert make_plan(MobileNetV1ForImageClassification(config), "magnitude", include="classifier").layers
+    assert make_plan(hf.MobileNetV1ForImageClassification(config), "magnitude", include="classifier").layers
 
     layers = [nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 8)]
     body, head = nn.Sequential(layers[0]), nn.Sequential(nn.Dropout(), *layers[1:])
@@ -249,29 +239,22 @@ def test_the_head_of_a_model_without_a_stack_stays_dense():
 
 
 def test_routers_of_a_mixture_stay_dense_and_its_fused_experts_do_not():
-    config = MixtralConfig(
-        num_hidden_layers=1, hidden_size=16, intermediate_size=16, num_attention_heads=2, num_key_value_heads=2,
-        vocab_size=20, num_local_experts=2,
-    )  # fmt: skip
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
+    config = hf.MixtralConfig(num_hidden_layers=1, vocab_size=20, num_local_experts=2, **sizes)
     with torch.device("meta"):
-        plan = make_plan(MixtralForCausalLM(config), "magnitude")
-    assert reasons(plan) == {
-        "model.embed_tokens": "embedding",
-        "model.layers.0.mlp.gate": "MoE router",
-        "lm_head": "output head",
-    }
+        plan = make_plan(hf.MixtralForCausalLM(config), "magnitude")
+    assert reasons(plan) == LLAMA | {"model.layers.0.mlp.gate": "MoE router"}
     experts = {
-        "model.layers.0.mlp.experts.gate_up_proj": (2, 32, 16),
-        "model.layers.0.mlp.experts.down_proj": (2, 16, 16),
+        f"model.layers.0.mlp.experts.{name}": (2, size, 16) for name, size in (("gate_up_proj", 32), ("down_proj", 16))
     }
     assert names(plan) == [*ALL[:4], *experts]
     assert {layer.name: layer.shape for layer in plan.layers[4:]} == experts
 
 
 def test_weights_that_a_parent_reads_without_calling_their_module_are_named_as_such():
-    config = MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=20, state_size=4, time_step_rank=4)
+    config = hf.MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=20, state_size=4, time_step_rank=4)
     with torch.device("meta"):
-        plan = make_plan(MambaForCausalLM(config), "wanda")
+        plan = make_plan(hf.MambaForCausalLM(config), "wanda")
     mixer = "backbone.layers.0.mixer"
     assert reasons(plan)[f"{mixer}.dt_proj"] == "MambaMixer reads the weight without calling the module"
     assert f"{mixer}.in_proj" in names(plan)
@@ -336,7 +319,7 @@ def with_codes(dtype: torch.dtype) -> Callable[[], nn.Module]:
 def ibert() -> nn.Module:
     """Its own Linear layers have no adapter, and its lm_head holds a plain one."""
     sizes = {"vocab_size": 20, "hidden_size": 16, "intermediate_size": 16}
-    return IBertForMaskedLM(IBertConfig(**sizes, num_hidden_layers=1, num_attention_heads=2))
+    return hf.IBertForMaskedLM(hf.IBertConfig(**sizes, num_hidden_layers=1, num_attention_heads=2))
 
 
 class Needing(mts.Method):
@@ -460,7 +443,7 @@ def test_a_method_of_the_user_stands_in_the_plan_with_its_options():
 
 
 def test_every_registered_method_can_be_planned_for_an_encoder_decoder():
-    config = T5Config(num_layers=1, num_decoder_layers=1, d_model=16, d_ff=16, d_kv=8, num_heads=2, vocab_size=20)
+    config = hf.T5Config(num_layers=1, num_decoder_layers=1, d_model=16, d_ff=16, d_kv=8, num_heads=2, vocab_size=20)
     with torch.device("meta"):
         model = T5(config)
     attention = [f"SelfAttention.{letter}" for letter in "qkvo"]
