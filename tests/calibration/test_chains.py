@@ -79,17 +79,6 @@ def test_a_call_may_write_to_what_it_has_made_of_its_data(count):
     assert_calibrated(Fading(), STACKED, [x[:5] for x in vectors(count)], "block")
 
 
-def test_random_numbers_in_front_of_the_blocks_are_no_matter():
-    """Each run of a call draws what its first run has drawn."""
-
-    class Masking(Stacked):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return super().forward(x + 0.1 * torch.randn_like(x))
-
-    model = mts.sparsify(Masking(), data_loader=vectors(), min_tokens=1, progress=False)
-    assert not any("whole model" in note for note in mts.report(model).notes)
-
-
 CHAINED = """
     Stacked Activated AddedToSome Attributes Autocast Calling Counting CountingBranches Inference Locked Overwriting
     Remembering WithGradients WritingFirst WritingLater Between Branches BranchesOfCopies Checkpointed NoGrad Rescaled

@@ -25,21 +25,6 @@ def test_what_is_sparse_when_a_layer_is_collected(sequential, side):
     assert_stats(found, stepwise(dense, model, padded(side), steps, real))
 
 
-def test_the_three_kinds_of_sequential_differ_where_they_should():
-    """So that the test above can fail: first in o_proj for stages, in the second block for blocks."""
-    by_block, by_stage, dense = (
-        collected(tiny_llama(), data_loader=token_batches(), sequential=sequential)
-        for sequential in ("block", "stage", "none")
-    )
-
-    def same(one: dict[str, mts.Stats], other: dict[str, mts.Stats]) -> list[str]:
-        return [name for name in one if torch.allclose(one[name].gram, other[name].gram, rtol=1e-3)]
-
-    assert same(by_block, dense) == [name for name in by_block if name.startswith(LAYERS[0])]
-    assert same(by_stage, dense) == [f"{LAYERS[0]}.{layer}" for layer in STAGES[0]]
-    assert same(by_stage, by_block) == [f"{block}.{layer}" for block in LAYERS for layer in STAGES[0]]
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_sums_are_float32_or_better(dtype):
     """Half-precision inputs are summed as they are, in float32; float64 ones stay what they are."""
@@ -69,14 +54,6 @@ def test_a_users_own_autocast_is_refused():
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match=r"leave it, and give autocast="):
         mts.sparsify(model, data_loader=token_batches())
     assert_same_state(model, before)
-
-
-def test_layers_of_one_stage_share_their_statistics():
-    found = collected(tiny_llama(), data_loader=token_batches(), sequential="stage")
-    for block in LAYERS:
-        for stage in STAGES:
-            assert len({id(found[f"{block}.{layer}"]) for layer in stage}) == 1
-    assert len({id(stats) for stats in found.values()}) == 8
 
 
 def test_only_one_blocks_statistics_are_alive_at_a_time():

@@ -2,7 +2,6 @@
 
 import copy
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_sub
 from torch import nn
 
 import modelopt_sparse as mts
-from tests.helpers import tiny_llama
 from tests.model.sparse_modules import (
     Case,
     at_rest,
@@ -99,24 +97,6 @@ def test_set_mask_refuses_what_does_not_fit_and_leaves_the_module_as_it_was():
         assert type(module) is kind
         assert not list(mts.named_masks(module)) or kind is Masked
         torch.testing.assert_close(module.state_dict(), before, rtol=0, atol=0)
-
-
-def test_save_pretrained_hides_masks_only_as_long_as_they_are_there():
-    model = tiny_llama()
-    before = {name: set(inner._keys_to_ignore_on_save or ()) for name, inner in _pretrained(model)}
-    for name in ("model.layers.0.mlp.up_proj.weight", "model.layers.1.self_attn.q_proj.weight"):
-        mts.set_mask(model, name, random_mask(model.get_parameter(name)))
-    ignored = {name: set(inner._keys_to_ignore_on_save) - before[name] for name, inner in _pretrained(model)}
-    assert ignored == {
-        "": {"model.layers.0.mlp.up_proj.weight_mask", "model.layers.1.self_attn.q_proj.weight_mask"},
-        "model": {"layers.0.mlp.up_proj.weight_mask", "layers.1.self_attn.q_proj.weight_mask"},
-    }
-    mts.export(model)
-    assert {name: set(inner._keys_to_ignore_on_save or ()) for name, inner in _pretrained(model)} == before
-
-
-def _pretrained(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    return ((name, inner) for name, inner in model.named_modules() if hasattr(inner, "_keys_to_ignore_on_save"))
 
 
 def test_repr_shows_the_share_of_zeros_and_needs_no_values():
