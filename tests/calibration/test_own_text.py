@@ -12,7 +12,6 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 import modelopt_sparse as mts
 from modelopt_sparse.accuracy import reconstruct as reconstruction
 from modelopt_sparse.calibration import own_text
-from modelopt_sparse.calibration import own_text as writing
 from modelopt_sparse.calibration.data import Call, load_calls, tokens_of
 from modelopt_sparse.calibration.own_text import Prompts, drawn, monotonous, own_calls, rows_of, write_windows
 from modelopt_sparse.distributed import Processes
@@ -73,7 +72,7 @@ def test_a_window_depends_on_its_number_alone(monkeypatch):
     model = tiny_llama().eval()
     windows = windows_of(model, ROWS, 7, LENGTH, seed=1)
     assert torch.equal(windows_of(model, ROWS, 3, LENGTH, seed=1), windows[:3])
-    monkeypatch.setattr(writing, "BATCH", 2)
+    monkeypatch.setattr(own_text, "BATCH", 2)
     assert torch.equal(windows_of(model, ROWS, 7, LENGTH, seed=1), windows)
     assert not torch.equal(windows_of(model, ROWS, 7, LENGTH, seed=2), windows)
     assert len({tuple(window) for window in windows.tolist()}) == 7
@@ -92,7 +91,7 @@ class Ranks(Processes):
 
 
 def test_any_number_of_processes_writes_the_same_text(monkeypatch):
-    monkeypatch.setattr(writing, "BATCH", 2)
+    monkeypatch.setattr(own_text, "BATCH", 2)
     model = tiny_llama().eval()
     alone = windows_of(model, ROWS, 7, LENGTH, seed=1)
     second = Ranks(1)
@@ -148,12 +147,6 @@ def test_a_model_without_a_kv_cache_runs_all_of_the_text_for_each_token():
     with torch.no_grad():
         windows = windows_of(model, [row[:16] for row in ROWS], 2, 16, seed=0)
     assert windows.tolist() == [written_slowly(model, [row[:16] for row in ROWS], i, 16, 0) for i in range(2)]
-
-
-def test_a_bfloat16_model_writes():
-    windows = windows_of(tiny_llama().bfloat16().eval(), ROWS, 2, LENGTH, seed=0)
-    assert windows.dtype == torch.int64
-    assert windows.max() < 97
 
 
 # in a run -----------------------------------------------------------------------------------------------------------
@@ -292,7 +285,7 @@ def t5() -> nn.Module:
     return hf.T5ForConditionalGeneration(hf.T5Config(**sizes))
 
 
-OWN = {"data_loader": batches(2), "self_data": 4}
+MORE = {"data_loader": batches(2), "self_data": 4}
 NUMBER = "must be a number of windows of text, 0, or 'auto'"
 ALL_THE_SAME = "data='self' is text that the model writes, the same in all processes"
 
@@ -300,14 +293,14 @@ ALL_THE_SAME = "data='self' is text that the model writes, the same in all proce
 @pytest.mark.parametrize(
     ("model", "options", "part"),
     [
-        (bert, OWN, "a BertModel is no causal language model"),
-        (t5, OWN, "a T5ForConditionalGeneration is no causal language model"),
-        (one_linear, OWN, "a Sequential is no causal language model"),
-        (tiny_llama, {**OWN, "data_loader": [{"inputs_embeds": torch.zeros(1, 4, 32)}]}, "a batch has none"),
+        (bert, MORE, "a BertModel is no causal language model"),
+        (t5, MORE, "a T5ForConditionalGeneration is no causal language model"),
+        (one_linear, MORE, "a Sequential is no causal language model"),
+        (tiny_llama, {**MORE, "data_loader": [{"inputs_embeds": torch.zeros(1, 4, 32)}]}, "a batch has none"),
         (tiny_llama, {"self_data": 4, "forward_loop": print}, "with forward_loop they have none"),
-        (tiny_llama, {**OWN, "split_data": False}, "with split_data=False they have none"),
-        (tiny_llama, {**OWN, "self_data": -1}, NUMBER),
-        (tiny_llama, {**OWN, "self_data": 0.5}, NUMBER),
+        (tiny_llama, {**MORE, "split_data": False}, "with split_data=False they have none"),
+        (tiny_llama, {**MORE, "self_data": -1}, NUMBER),
+        (tiny_llama, {**MORE, "self_data": 0.5}, NUMBER),
         (one_linear, {"data": "self"}, "data='self': a Sequential is no causal language model"),
         (lambda: beginning(tiny_llama()), {"data": "self"}, "no token is known to begin with"),
         (tiny_llama, {"data": "self", "processor": print}, ALL_THE_SAME),
@@ -318,7 +311,7 @@ def test_what_is_refused(model, options, part):
     refused(mts.sparsify, model(), "wanda", **options, parts=[part])
 
 
-@pytest.mark.parametrize("options", [OWN, {"data": "self", "seq_len": 64}], ids=["more", "all"])
+@pytest.mark.parametrize("options", [MORE, {"data": "self", "seq_len": 64}], ids=["more", "all"])
 def test_streaming_takes_a_file_instead(tmp_path, options):
     with pytest.raises(ValueError, match="give a file of write_text"):
         mts.sparsify_checkpoint(TESTBED / "tiny-llama", tmp_path / "out", "wanda", **options)
@@ -469,14 +462,14 @@ def test_what_texts_begin_with(tokens, first):
 def test_more_of_it_is_other_text():
     """With self_data windows go on counting, so that none is drawn by the numbers of another."""
     numbers = []
-    real = writing.draw
+    real = own_text.draw
 
     def counting(prompts, seed, number, length):
         numbers.append(number)
         return real(prompts, seed, number, length)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(writing, "draw", counting)
+        patch.setattr(own_text, "draw", counting)
         mts.sparsify(beginning(tiny_llama(), bos=7), "wanda", self_data=4, reconstruct=1, **NOTHING)
     assert numbers == list(range(12))
 

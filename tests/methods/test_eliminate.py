@@ -225,8 +225,8 @@ def assert_as_one_at_a_time(
     assert found.weight.dtype == weight.dtype
     solved, masks = (x.cpu().view(-1, *weight.shape[-2:]) for x in (found.weight, found.mask))
     for i, matrix in enumerate(weight.view(-1, *weight.shape[-2:])):
-        own = gram[i] if gram.dim() == 3 else gram
-        pruned, mask = one_at_a_time(matrix.double(), own, pattern, block_size)
+        gram_of_matrix = gram[i] if gram.dim() == 3 else gram
+        pruned, mask = one_at_a_time(matrix.double(), gram_of_matrix, pattern, block_size)
         assert torch.equal(masks[i], mask)
         torch.testing.assert_close(solved[i].double(), pruned, rtol=rtol, atol=rtol / 10)
 

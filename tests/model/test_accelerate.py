@@ -335,32 +335,6 @@ def test_offloaded_buffers_are_refused_where_they_would_be_masks():
 ELSEWHERE = "cpu:0"
 
 
-@pytest.mark.parametrize("sequential", ["block", "stage", "none"])
-@pytest.mark.parametrize("name", ["llama", "t5", "clip", "albert", "resnet_basic", "multihead_attention", "sequential"])
-@pytest.mark.filterwarnings("ignore:stack 'albert.* is calibrated through the whole model")  # with "none"
-def test_blocks_on_another_device_give_the_same_statistics(name, sequential):
-    """Bit for bit, shared as before, with the parameters back where they were."""
-    architecture = ARCHITECTURES[name]
-    dense = architecture.build()
-    matrices = matrices_of(dense, architecture.block_names(dense))
-    found = []
-    for device in (None, ELSEWHERE):
-        model, method = architecture.build(), Recording()
-        parameters = list(model.parameters())
-        options = {"data_loader": architecture.batches("left"), "sequential": sequential, "progress": False}
-        mts.sparsify(model, method, device=device, **options)
-        found.append((method.by_layer(matrices), model.state_dict()))
-        assert all(one is other for one, other in zip(model.parameters(), parameters))
-    (here, state), (there, other_state) = found
-    assert here.keys() == there.keys() == matrices.keys()
-    for layer in here:
-        assert torch.equal(here[layer].gram, there[layer].gram), layer
-        assert here[layer].tokens == there[layer].tokens
-        assert {k for k in here if here[k] is here[layer]} == {k for k in there if there[k] is there[layer]}
-    for key, value in state.items():
-        assert torch.equal(other_state[key], value), key
-
-
 class Journey:
     """Which blocks are away from home, and what each was moved for."""
 
