@@ -20,7 +20,7 @@ from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 from transformers.pytorch_utils import Conv1D as HFConv1D
 
 import modelopt_sparse as mts
-from tests.helpers import tiny_llama, token_batches
+from tests.helpers import plain_from_pretrained, tiny_llama, token_batches
 from tests.model.sparse_modules import random_mask
 
 pytestmark = [pytest.mark.core, pytest.mark.filterwarnings("ignore:.* were written to pruned places:UserWarning")]
@@ -367,15 +367,6 @@ def trainer(model: nn.Module, folder: Path, **changes) -> Trainer:
 
 def mask_keys(folder: Path) -> list[str]:
     return [key for file in folder.glob("*.safetensors") for key in load_file(file) if "mask" in key]
-
-
-def plain_from_pretrained(folder: Path, kind: type = LlamaForCausalLM) -> nn.Module:
-    """Loaded without this library, with nothing missing and nothing left over."""
-    model, found = kind.from_pretrained(folder, output_loading_info=True)
-    assert not found["missing_keys"]
-    assert not found["unexpected_keys"]
-    assert not found["mismatched_keys"]
-    return model
 
 
 # the names that transformers 5.0 has as well

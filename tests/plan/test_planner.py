@@ -19,7 +19,7 @@ from modelopt_sparse.methods.base import Solution
 from modelopt_sparse.methods.patterns import NM, Unstructured
 from modelopt_sparse.plan.plan import Plan
 from modelopt_sparse.plan.planner import make_plan, resolve_method
-from tests.helpers import Snapshot, tiny_llama, token_batches
+from tests.helpers import Snapshot, assert_same_masks, tiny_llama, token_batches
 
 pytestmark = pytest.mark.core
 
@@ -593,10 +593,9 @@ def test_modelopts_signature():
     """``sparsify(model, mode, config=None)``, with ``mode`` as a keyword: the method, everywhere that takes one."""
     config = {"data_loader": token_batches(2), "collect_func": lambda batch: batch}
     for mode in ("sparsegpt", "sparse_magnitude", [("sparse_magnitude", {"nn.Linear": {"*": {}, "*q_proj*": None}})]):
-        found = {name: mts.sparsify(tiny_llama(), progress=False, config=dict(config), **{name: mode}) for name in AS}
-        one, other = (dict(mts.named_masks(model)) for model in found.values())
-        assert one.keys() == other.keys()
-        assert all(torch.equal(one[name], other[name]) for name in one)
+        assert_same_masks(
+            *(mts.sparsify(tiny_llama(), progress=False, config=dict(config), **{name: mode}) for name in AS)
+        )
     assert str(mts.make_plan(tiny_llama(), mode="magnitude")) == str(mts.make_plan(tiny_llama(), "magnitude"))
     with pytest.raises(ValueError, match="method='wanda' and mode='sparsegpt' mean the same; give one"):
         mts.make_plan(tiny_llama(), "wanda", mode="sparsegpt")

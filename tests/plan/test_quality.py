@@ -12,7 +12,15 @@ from modelopt_sparse.methods import METHODS
 from modelopt_sparse.methods.patterns import NM, parse_pattern
 from modelopt_sparse.plan.options import QUALITIES, Distill, Reconstruct
 from modelopt_sparse.plan.planner import resolve
-from tests.helpers import assert_bits, assert_same_state, refused, state_of, tiny_llama, token_batches
+from tests.helpers import (
+    assert_bits,
+    assert_same_masks,
+    assert_same_state,
+    refused,
+    state_of,
+    tiny_llama,
+    token_batches,
+)
 
 OFF = {"self_data": 0, "permute": False, "update": True, "polish": 0, "reconstruct": None, "distill": None}
 PATTERNS = ["2:4", "50%"]
@@ -115,9 +123,8 @@ def test_update_false_keeps_the_mask_and_the_dense_values():
     dense = tiny_llama()
     compensated = sparsified("sparsegpt", sequential="none")
     masks_only = sparsified("sparsegpt", sequential="none", update=False)
-    masks = dict(mts.named_masks(compensated))
+    assert_same_masks(masks_only, compensated)
     for name, mask in mts.named_masks(masks_only):
-        assert torch.equal(mask, masks[name])
         assert_bits(masks_only.get_parameter(name).detach(), dense.get_parameter(name).detach() * mask + 0.0)
     assert {layer.recipe for layer in mts.report(masks_only).layers} == {"sparsegpt+dense-values"}
     assert {layer.recipe for layer in mts.report(sparsified("wanda", update=False)).layers} == {"wanda"}
@@ -149,8 +156,7 @@ def test_masks_with_everything_that_follows():
     report = mts.report(model)
     assert {layer.recipe for layer in report.layers} == {"masks+polish+reconstruct"}
     assert all(after <= before for before, after in (layer.errors for layer in report.layers))
-    for name, mask in mts.named_masks(model):
-        assert torch.equal(mask, masks[name])
+    assert_same_masks(model, masks)
     for quality, recipe in (("fast", "masks+polish"), ("best", "masks+reconstruct")):
         plan = mts.make_plan(tiny_llama(), masks=masks, quality=quality, data_loader=token_batches())
         assert {layer.recipe for layer in plan.layers} == {recipe}
