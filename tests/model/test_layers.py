@@ -294,23 +294,15 @@ def test_the_attention_is_as_it_was_after_its_inputs_were_seen():
 # finding -------------------------------------------------------------------------------------------------------------
 
 
+def holding(kind: str, **shapes: tuple[int, ...]) -> nn.Module:
+    """A module of a class of this name that holds parameters."""
+    module = type(kind, (nn.Module,), {})()
+    for name, shape in shapes.items():
+        module.register_parameter(name, nn.Parameter(torch.randn(shape)))
+    return module
+
+
 def test_every_weight_matrix_is_listed_once_with_its_name_or_with_a_reason():
-    class Router(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(4, 8))
-
-    class Grouped(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.gate_up_proj = nn.Parameter(torch.randn(4, 8, 8))
-            self.down_proj = nn.Parameter(torch.randn(4, 8, 4))
-
-    class ParallelExperts(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(4, 8, 8))
-
     model = nn.ModuleDict(
         {
             "embed": nn.Embedding(10, 8),
@@ -319,9 +311,9 @@ def test_every_weight_matrix_is_listed_once_with_its_name_or_with_a_reason():
             "up": nn.ConvTranspose1d(8, 8, 3),
             "norm": nn.LayerNorm(8),
             "attention": nn.MultiheadAttention(8, 2, add_bias_kv=True),
-            "router": Router(),
-            "experts": Grouped(),
-            "more": ParallelExperts(),
+            "router": holding("Router", weight=(4, 8)),
+            "experts": holding("Grouped", gate_up_proj=(4, 8, 8), down_proj=(4, 8, 4)),
+            "more": holding("ParallelExperts", weight=(4, 8, 8)),
         }
     )
     layers, others = find_layers(model)
@@ -344,24 +336,20 @@ def test_every_weight_matrix_is_listed_once_with_its_name_or_with_a_reason():
     }
 
 
-def test_subclasses_are_layers_of_their_base_type():
-    class Scaled(nn.Linear):
-        def forward(self, input):
-            return 2 * super().forward(input)
-
-    class Padded(nn.Conv2d):
-        pass
-
-    class Own(Conv1D):
-        pass
-
-    class Attention(nn.MultiheadAttention):
-        pass
-
-    for module, shape in [(Scaled(6, 4), (4, 6)), (Padded(2, 4, 3), (4, 18)), (Own(4, 6), (4, 6))]:
-        layer = only_layer(module)
-        assert layer.matrix(layer.parameter).shape == shape
-    assert [layer.name for layer in find_layers(Attention(8, 2))[0]] == ["in_proj_weight", "out_proj"]
+@pytest.mark.parametrize(
+    ("base", "sizes", "shapes"),
+    [
+        (nn.Linear, (6, 4), {"weight": (4, 6)}),
+        (nn.Conv2d, (2, 4, 3), {"weight": (4, 18)}),
+        (Conv1D, (4, 6), {"weight": (4, 6)}),
+        (nn.MultiheadAttention, (8, 2), {"in_proj_weight": (3, 8, 8), "out_proj": (8, 8)}),
+    ],
+)
+def test_subclasses_are_layers_of_their_base_type(base, sizes, shapes):
+    """Whatever their forward is."""
+    kind = type("Another", (base,), {"forward": lambda self, x: 2 * base.forward(self, x)})
+    layers = find_layers(kind(*sizes))[0]
+    assert {layer.name: layer.matrix(layer.parameter).shape for layer in layers} == shapes
 
 
 def test_linears_that_share_a_weight_are_one_layer_with_twins():

@@ -35,19 +35,15 @@ def tiny_mixtral(**changes: Any) -> hf.MixtralForCausalLM:
 
 def tiny_qwen() -> hf.Qwen3ForCausalLM:
     torch.manual_seed(0)
-    return hf.Qwen3ForCausalLM(
-        hf.Qwen3Config(
-            vocab_size=VOCAB,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=8,
-            tie_word_embeddings=False,
-            initializer_range=0.2,
-        )
-    ).eval()
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 3,
+        "head_dim": 8,
+        "initializer_range": 0.2,
+    }
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
+    return hf.Qwen3ForCausalLM(hf.Qwen3Config(vocab_size=VOCAB, **sizes, **heads)).eval()
 
 
 def tiny_yolos() -> hf.YolosForObjectDetection:
