@@ -151,9 +151,9 @@ LEFT_OUT = "not in include"
 DEFAULT_RULES = {"nn.Linear": {"*": {}, "*lm_head*": None}, "nn.Conv2d": {"*": {}, "*lm_head*": None}}
 NO_STACKS = ["mixed.0", "mixed.1.0", "mixed.1.1", "mixed.3", "stem.0", "stem.1"]
 SHARES = ["*.down_proj", "model.layers.0.self_attn.?_proj"]
-NO_SHARES = [name for name in ALL if "down" not in name and not name.startswith("model.layers.0.self")]
+NO_SHARES = ["lm_head"] + [name for name in ALL if "down" not in name and not name.startswith("model.layers.0.self")]
 FIRST = {"include": "model.layers.0.*", "rules": {"*.q_proj": {"pattern": "1:4"}}, "exclude": "*.q_proj"}
-NOT_FIRST = dict.fromkeys(ALL[7:], LEFT_OUT) | dict.fromkeys(ALL[::7], "excluded by '*.q_proj'")
+NOT_FIRST = dict.fromkeys(("lm_head", *ALL[7:]), LEFT_OUT) | dict.fromkeys(ALL[::7], "excluded by '*.q_proj'")
 ROUTERS = {"0.gate": "MoE router", "0.shared_expert_gate": "MoE router"}
 ADAPTERS = {f"{i}.lora_{letter}": BESIDE for i in range(2) for letter in "ab"}
 # case -> (model, options, why weights stay dense); all others are pruned
@@ -182,8 +182,8 @@ PLANS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], dict[str, str]]]
     "fits": (misfits, {"pattern": "50%"}, {}),
     "hardware": (lambda: linears((16, 8), (16, 12), (24, 8)), {"hardware_only": True}, {"1": HARDWARE, "2": HARDWARE}),
     "any hardware": (lambda: linears((16, 8), (16, 12), (24, 8)), {}, {}),
-    "include": (untied, {"include": SHARES}, LLAMA | dict.fromkeys(NO_SHARES, LEFT_OUT)),
-    "exclude before include and rules": (untied, FIRST, LLAMA | NOT_FIRST),
+    "include": (untied, {"include": SHARES}, EMBEDDING | dict.fromkeys(NO_SHARES, LEFT_OUT)),
+    "exclude before include and rules": (untied, FIRST, EMBEDDING | NOT_FIRST),
     "a glob, include": (untied, {"include": "*"}, LLAMA),
     "a glob, rules": (untied, {"rules": {"*": {}}}, LLAMA),
     "a glob, class rules": (untied, {"rules": {"nn.Linear": {"*": {}}}}, LLAMA),
