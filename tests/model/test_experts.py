@@ -15,7 +15,7 @@ from modelopt_sparse.accuracy.tuning import learning_rates
 from tests.helpers import assert_same_state, plain_from_pretrained, refused, state_of
 from tests.models.architectures import texts
 from tests.models.expert_models import CHOSEN, EXPERTS, INKLING, MODELS, STEP3P7, VOCAB
-from tests.oracles.brute_experts import brute_experts, silu, stored_as_matrices
+from tests.oracles.brute_experts import brute_experts, stored_as_matrices
 from tests.oracles.brute_force import Recording, Seen, make_sparse
 
 every_model = pytest.mark.parametrize("name", MODELS)
@@ -119,13 +119,12 @@ def order(name: str) -> int:
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_grams_of_inkling_s_shared_experts(side):
-    """Every one of them sees every token; the router scales what its last matrix is multiplied with."""
     dense, method = INKLING(), Recording()
     sparse = mts.sparsify(copy.deepcopy(dense), method, data_loader=texts(side), sequential="none", **OPTIONS)
-    expected = by_hand(dense, texts(side))
+    seen, _ = brute_experts(dense, texts(side), blocks_of(dense))
+    expected = {name: gram for name, gram in seen.grams.items() if ".shared_experts." in name}
     assert len(expected) == 6
-    found = {name: stats for name, stats in by_parameter(method, dense).items() if ".shared_experts." in name}
-    assert found.keys() == expected.keys()
+    found = by_parameter(method, dense)
     for name, gram in expected.items():
         assert found[name].tokens == sum(int(batch["attention_mask"].sum()) for batch in texts(side))
         shared = found[name].gram
@@ -133,35 +132,6 @@ def test_grams_of_inkling_s_shared_experts(side):
         torch.testing.assert_close(shared.expand(gram.shape).double(), gram, rtol=1e-5, atol=1e-5 * float(gram.max()))
         groups = sparse.get_parameter(name).unflatten(-1, (-1, 4))
         assert bool(((groups != 0).sum(-1) == 2).all()), name
-
-
-@torch.no_grad()
-def by_hand(model: nn.Module, batches: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Gram matrices [E, C, C] of Inkling's shared experts, token by token in float64."""
-    grams: dict[str, Tensor] = {}
-    real = torch.empty(0)
-
-    def hook(module: Any, args: tuple, kwargs: dict) -> None:
-        hidden, gammas = (*args, *kwargs.values())
-        hidden, gammas = hidden.flatten(0, -2).double(), gammas.reshape(-1, 2).double()
-        path = paths[module]
-        for token in real.flatten().nonzero().flatten().tolist():
-            for expert in range(2):
-                gate, up = (getattr(module, name)[expert].double() @ hidden[token] for name in ("gate_proj", "up_proj"))
-                rows = {"gate_proj": hidden[token], "up_proj": hidden[token]}
-                rows["down_proj"] = silu(gate) * up * gammas[token, expert]
-                for param, row in rows.items():
-                    empty = torch.zeros(2, len(row), len(row), dtype=torch.float64)
-                    grams.setdefault(f"{path}.{param}", empty)[expert] += row[:, None] * row
-
-    paths = {module: path for path, module in model.named_modules() if type(module).__name__ == "InklingSharedExperts"}
-    handles = [module.register_forward_pre_hook(hook, with_kwargs=True) for module in paths]
-    for batch in batches:
-        real = batch["attention_mask"]
-        model(**batch)
-    for handle in handles:
-        handle.remove()
-    return grams
 
 
 def test_inkling_is_saved_and_reconstructed(tmp_path):

@@ -9,12 +9,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from modelopt_sparse.methods import METHODS
 from modelopt_sparse.methods.patterns import NM, Unstructured
 from modelopt_sparse.plan.options import Reconstruct, SparsifyConfig
 from modelopt_sparse.plan.planner import resolve_method
-
-SPARSEGPT = METHODS["sparsegpt"]
 
 
 def make(config=None, method="sparsegpt", **more) -> SparsifyConfig:
