@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import modelopt_sparse as mts
+from modelopt_sparse.methods.patterns import NM
 from modelopt_sparse.methods.scores import Magnitude
 from modelopt_sparse.model.masking import SparseModule
 from modelopt_sparse.solving import solve as one_block
@@ -400,7 +401,9 @@ def test_sparsify_again_replaces_masks_and_says_what_its_error_counts_from():
         again = "mlp" in layer.name
         assert layer.pattern == ("1:4" if again else "2:4")
         assert layer.notes == (["pruned before (magnitude 2:4): the error adds to that"] if again else [])
-    assert {layer.type for layer in (*report.layers, *mts.make_plan(model, "magnitude").layers)} == {"Linear"}
+    assert {layer.type for layer in (*report.layers, *mts.make_plan(model, "magnitude", replace=True).layers)} == {
+        "Linear"
+    }
     assert len(report.layers) == 14
     assert [run["layers"] for run in report.earlier] == [[name for name in NAMES if "self_attn" in name]]
     mts.sparsify(model, "magnitude", pattern="1:8")
@@ -412,7 +415,7 @@ class Grown(mts.Method):
     """Keeps what was pruned."""
 
     def solve(self, weight, state, pattern, options):
-        mask = pattern.mask(-weight.abs())
+        mask = NM(2, 4).mask(-weight.abs())
         return mts.Solution(torch.where(mask, 2.0, 0.0), mask, 0.0)
 
 

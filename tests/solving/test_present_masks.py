@@ -56,7 +56,6 @@ STEPS: dict[str, dict[str, Any]] = {
     "polished": {"method": "magnitude", "polish": True},
     "reconstructed": {"method": "wanda", "reconstruct": 1},
     "small blocks": {"method": "sparsegpt", "block_size": 5},
-    "permuted": {"method": "wanda", "permute": True},
     "stages": {"method": "wanda", "sequential": "stage"},
     "dense inputs": {"method": "sparsegpt", "sequential": "none"},
 }
@@ -200,6 +199,13 @@ def test_a_tied_layer_of_which_one_holder_carries_the_mask():
     assert torch.equal(masks["one.weight"], masks["other.weight"])
     assert not (masks["one.weight"] & ~present).any()
     assert int(masks["one.weight"].sum()) == 64
+
+
+def test_permutation_leaves_layers_with_masks_in_their_order():
+    model = mts.sparsify(tiny_llama(), "magnitude", pattern="40%")
+    before = masks_of(model)
+    mts.sparsify(model, "wanda", pattern="2:4", permute=True, **DATA)
+    assert all(not (mask & ~before[name]).any() for name, mask in mts.named_masks(model))
 
 
 def test_masks_of_the_users_own_lie_within():
