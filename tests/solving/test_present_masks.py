@@ -16,6 +16,7 @@ from tests.models.expert_models import MODELS, VOCAB
 from tests.oracles import reference
 from tests.oracles.layer_problem import problem
 from tests.solving.test_failures import Grown
+from tests.solving.test_out_of_memory import Scarce
 
 DATA: dict[str, Any] = {"data_loader": token_batches(), "progress": False}
 LAYER = "model.layers.0.mlp.up_proj"
@@ -199,6 +200,16 @@ def test_a_tied_layer_of_which_one_holder_carries_the_mask():
     assert torch.equal(masks["one.weight"], masks["other.weight"])
     assert not (masks["one.weight"] & ~present).any()
     assert int(masks["one.weight"].sum()) == 64
+
+
+def test_rows_at_a_time():
+    """A piece of a layer has a piece of its mask."""
+    whole = mts.sparsify(tiny_llama(), "magnitude", pattern="40%")
+    pieces = copy.deepcopy(whole)
+    mts.sparsify(whole, "wanda", pattern="2:4", **DATA)
+    mts.sparsify(pieces, Scarce(METHODS["wanda"], 600), pattern="2:4", **DATA)
+    assert_same_state(pieces, state_of(whole))
+    assert "rows at a time" in mts.report(pieces).layers[0].notes[0]
 
 
 def test_permutation_leaves_layers_with_masks_in_their_order():
