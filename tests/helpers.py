@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from modelopt_sparse import named_masks
 from modelopt_sparse.calibration.forward import CalibrationData
 from modelopt_sparse.distributed import Processes
 from modelopt_sparse.plan.planner import plan_for, resolve
@@ -113,6 +114,22 @@ def assert_same_state(model: nn.Module, before: dict[str, tuple[type, Tensor]]) 
     for name, (cls, tensor) in after.items():
         assert cls is before[name][0], name
         assert_bits(tensor, before[name][1])
+
+
+def assert_same_masks(model: nn.Module, expected: nn.Module | Mapping[str, Tensor]) -> None:
+    """``expected``: masks by name, or a model that carries them."""
+    masks = dict(named_masks(expected) if isinstance(expected, nn.Module) else expected)
+    found = dict(named_masks(model))
+    assert found.keys() == masks.keys()
+    for name, mask in found.items():
+        assert torch.equal(mask, masks[name]), name
+
+
+def plain_from_pretrained(folder: Path, kind: Any = LlamaForCausalLM) -> nn.Module:
+    """Loaded by transformers alone, with nothing missing and nothing left over."""
+    model, loading = kind.from_pretrained(folder, output_loading_info=True)
+    assert not any(loading[keys] for keys in ("missing_keys", "unexpected_keys", "mismatched_keys")), loading
+    return model
 
 
 def assert_bits(a: Tensor, b: Tensor) -> None:

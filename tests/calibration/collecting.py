@@ -1,13 +1,15 @@
 """What the tests of calibration have in common: a run whose statistics are looked at, and batches with padding."""
 
 import copy
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import modelopt_sparse as mts
 from tests.models.architectures import ragged
-from tests.oracles.brute_force import Recording, assert_stats, matrices_of, stepwise
+from tests.oracles.brute_force import Recording, Steps, assert_stats, matrices_of, stepwise
 
 LAYERS = ["model.layers.0", "model.layers.1"]
 STAGES = [["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"], ["self_attn.o_proj"]]
@@ -36,14 +38,25 @@ def assert_same(found: dict[str, mts.Stats], expected: dict[str, mts.Stats]) -> 
         assert torch.equal(found[name].gram, expected[name].gram), name
 
 
-def assert_calibrated(model: nn.Module, within: list[str], batches: list, sequential: str) -> nn.Module:
-    """Sparsify the model; its statistics must be those of the whole model, with "block" half sparse: whatever stands
-    before a block in the list ``within``."""
+def steps_of(sequential: str, within: list[str], stages: Iterable[list[str]] = ()) -> Steps:
+    """What is sparse together before the next one is collected. ``stages``: the layers of each module in ``within``."""
+    return {
+        "none": [within],
+        "block": [[path] for path in within],
+        "stage": [[f"{path}.{layer}" for layer in stage] for path in within for stage in stages],
+    }[sequential]
+
+
+def assert_calibrated(
+    model: nn.Module, within: list[str], batches: list, sequential: str, steps: Steps | None = None, **options: Any
+) -> nn.Module:
+    """Sparsify the model; its statistics must be those of the whole model after the ``steps`` before, without these
+    with "block" half sparse: whatever stands before a block in the list ``within``."""
     dense, method = copy.deepcopy(model).eval(), Recording()
-    mts.sparsify(model, method, data_loader=batches, sequential=sequential, min_tokens=1, progress=False)
+    options = {"data_loader": batches, "sequential": sequential, "min_tokens": 1, "progress": False, **options}
+    mts.sparsify(model, method, **options)
     observed = method.by_layer(matrices_of(dense, within))
-    steps = [within] if sequential == "none" else [[path] for path in within]
-    assert_stats(observed, stepwise(dense, model, batches, steps))
+    assert_stats(observed, stepwise(dense, model, batches, steps or steps_of(sequential, within)))
     return model
 
 

@@ -6,44 +6,8 @@ from torch import nn
 
 import modelopt_sparse as mts
 from tests.calibration.collecting import assert_calibrated, collected, thread_state
-from tests.models.stacked import (
-    STACKED,
-    Activated,
-    AddedToSome,
-    Appending,
-    Attributes,
-    Autocast,
-    Between,
-    Branches,
-    BranchesOfCopies,
-    Calling,
-    Checkpointed,
-    Counting,
-    CountingBranches,
-    Exhausting,
-    Handing,
-    Inference,
-    Iterating,
-    Kept,
-    Locked,
-    NoGrad,
-    Normed,
-    Overwriting,
-    Remembering,
-    Rescaled,
-    Shuffled,
-    Sized,
-    Skipping,
-    Stacked,
-    Swallowing,
-    Twice,
-    WithGradients,
-    WritingFirst,
-    WritingLater,
-    WrittenBetween,
-    WrittenBranches,
-    vectors,
-)
+from tests.models import stacked
+from tests.models.stacked import STACKED, Between, Stacked, vectors
 from tests.oracles.brute_force import assert_stats, brute_force
 
 
@@ -65,20 +29,20 @@ def test_a_loop_may_be_in_inference_mode_for_a_part_of_the_data():
 
 @pytest.mark.parametrize("sequential", ["block", "none"])
 def test_what_stands_between_blocks_is_run_as_well(sequential):
-    model = assert_calibrated(Normed(), ["blocks.0", "blocks.2", "blocks.4"], vectors(), sequential)
+    model = assert_calibrated(stacked.Normed(), ["blocks.0", "blocks.2", "blocks.4"], vectors(), sequential)
     assert not any("whole model" in note for note in mts.report(model).notes)
 
 
 OTHER = "blocks that answer in the place of computing do not give the model's own output"
 ORDER = "calls come to its blocks more than once, or in another order in some of them"
 WHOLE = {
-    (Appending, "block"): OTHER,
-    (Appending, "none"): OTHER,
-    (Exhausting, "block"): OTHER,
-    (Iterating, "none"): OTHER,
-    (Shuffled, "none"): ORDER,
-    (Twice, "none"): ORDER,
-    (Kept, "block"): "a call that is run again computes something else",
+    (stacked.Appending, "block"): OTHER,
+    (stacked.Appending, "none"): OTHER,
+    (stacked.Exhausting, "block"): OTHER,
+    (stacked.Iterating, "none"): OTHER,
+    (stacked.Shuffled, "none"): ORDER,
+    (stacked.Twice, "none"): ORDER,
+    (stacked.Kept, "block"): "a call that is run again computes something else",
 }
 
 
@@ -89,7 +53,7 @@ def test_blocks_whose_answers_are_not_enough_are_calibrated_through_the_whole_mo
     model, before = kind(), thread_state()
     why, cost = WHOLE[kind, sequential], "3 runs of the model over the data, one for each block, instead of two"
     # no two runs of some models compute the same
-    calibrate = assert_calibrated if kind is not Kept else lambda *_: mts.sparsify(model, data_loader=vectors())
+    calibrate = assert_calibrated if kind is not stacked.Kept else lambda *_: mts.sparsify(model, data_loader=vectors())
     with pytest.warns(UserWarning, match=f"stack 'blocks' is calibrated .* because {why}: {cost}"):
         calibrate(model, STACKED, vectors(), sequential)
     assert any(why in note for note in mts.report(model).notes)
@@ -98,8 +62,8 @@ def test_blocks_whose_answers_are_not_enough_are_calibrated_through_the_whole_mo
 
 def test_what_hooks_hand_on_from_block_to_block():
     """In an object that all calls share. Blocks that answer hand it on as those that compute."""
-    found = collected(Handing(), STACKED, data_loader=vectors(), sequential="none", min_tokens=1)
-    assert_stats(found, brute_force(Handing(), vectors(), STACKED))
+    found = collected(stacked.Handing(), STACKED, data_loader=vectors(), sequential="none", min_tokens=1)
+    assert_stats(found, brute_force(stacked.Handing(), vectors(), STACKED))
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
@@ -115,53 +79,19 @@ def test_a_call_may_write_to_what_it_has_made_of_its_data(count):
     assert_calibrated(Fading(), STACKED, [x[:5] for x in vectors(count)], "block")
 
 
-def test_random_numbers_in_front_of_the_blocks_are_no_matter():
-    """Each run of a call draws what its first run has drawn."""
-
-    class Masking(Stacked):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return super().forward(x + 0.1 * torch.randn_like(x))
-
-    model = mts.sparsify(Masking(), data_loader=vectors(), min_tokens=1, progress=False)
-    assert not any("whole model" in note for note in mts.report(model).notes)
-
-
-CHAINED = [
-    Stacked,
-    Activated,
-    AddedToSome,
-    Attributes,
-    Autocast,
-    Calling,
-    Counting,
-    CountingBranches,
-    Inference,
-    Locked,
-    Overwriting,
-    Remembering,
-    WithGradients,
-    WritingFirst,
-    WritingLater,
-    Between,
-    Branches,
-    BranchesOfCopies,
-    Checkpointed,
-    NoGrad,
-    Rescaled,
-    Sized,
-    Skipping,
-    Swallowing,
-    WrittenBetween,
-    WrittenBranches,
-]
+CHAINED = """
+    Stacked Activated AddedToSome Attributes Autocast Calling Counting CountingBranches Inference Locked Overwriting
+    Remembering WithGradients WritingFirst WritingLater Between Branches BranchesOfCopies Checkpointed NoGrad Rescaled
+    Sized Skipping Swallowing WrittenBetween WrittenBranches
+"""
 
 
 @pytest.mark.parametrize("sequential", ["block", "none"])
-@pytest.mark.parametrize("kind", CHAINED, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", CHAINED.split())
 def test_calls_that_are_run_again_give_the_same_statistics_without_a_note(kind, sequential):
     """Also with another shape in each batch, that the blocks are given as a torch.Size; with branches side by side;
     where the model does something between blocks, to all batches or to some; and where some batches skip a block."""
-    model, before = kind(), thread_state()
+    model, before = getattr(stacked, kind)(), thread_state()
     assert_calibrated(model, STACKED, vectors(6), sequential)
     assert not any("whole model" in note for note in mts.report(model).notes)
     assert thread_state() == before

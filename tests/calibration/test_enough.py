@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import DetrConfig, DetrForObjectDetection, OPTConfig, OPTForCausalLM, ResNetConfig
+from transformers import DetrConfig, DetrForObjectDetection, ResNetConfig
 
 import modelopt_sparse as mts
 from modelopt_sparse.methods.scores import Wanda
 from modelopt_sparse.solving import solve as pieces
-from tests.checkpoint.streams import assert_same_folders, in_memory, saved, streamed
 from tests.helpers import correlated_inputs, tiny_llama, token_batches
 from tests.models.expert_models import MODELS
 from tests.models.stacked import Routed, Stacked, vectors
@@ -78,22 +77,6 @@ def test_data_that_wakes_dead_channels_up_finds_them_as_magnitude_would_leave_th
     assert errors[0] < 0.3
 
 
-def test_relu_units_that_never_fire():
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 256, "num_attention_heads": 4}
-    dense = OPTForCausalLM(OPTConfig(vocab_size=97, num_hidden_layers=2, max_position_embeddings=64, **sizes)).eval()
-    with torch.no_grad():
-        for layer in dense.model.decoder.layers:
-            layer.fc1.bias[:40] = -1e4
-    model = copy.deepcopy(dense)
-    mts.sparsify(model, "sparsegpt", pattern="2:4", data_loader=token_batches(10), progress=False)
-    for layer in mts.report(model).layers:
-        if layer.name.endswith("fc2"):
-            weight = model.get_submodule(layer.name).weight
-            assert zeros_in(weight) == layer.zeros == layer.size // 2
-            assert any(note.endswith("input channels were zero on all calibration data (dead)") for note in layer.notes)
-
-
 @pytest.mark.parametrize("more", [{"polish": True}, {"permute": True}, {"reconstruct": 2}], ids=str)
 @pytest.mark.parametrize("method", ["wanda", "sparsegpt"])
 def test_the_steps_beside_a_method_leave_dead_channels_their_share(method, more):
@@ -114,7 +97,8 @@ def test_the_steps_beside_a_method_leave_dead_channels_their_share(method, more)
 
 def test_detr_whose_decoder_starts_from_zeros_is_sparsified():
     backbone = ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], out_features=["stage2"])
-    sizes = {f"{side}_{what}": 32 if what == "ffn_dim" else 2 for side in ("encoder", "decoder") for what in DETR_SIZES}
+    sizes = {f"{side}_{what}": 2 for side in ("encoder", "decoder") for what in ("layers", "attention_heads")}
+    sizes |= {"encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
     detr = {"backbone_config": backbone, "use_timm_backbone": False, "backbone": None, "use_pretrained_backbone": False}
     model = DetrForObjectDetection(DetrConfig(**detr, **sizes, d_model=32, num_queries=6))
     with pytest.warns(UserWarning, match="decoder.layers.0.self_attn.v_proj' saw nothing but zeros"):
@@ -122,13 +106,17 @@ def test_detr_whose_decoder_starts_from_zeros_is_sparsified():
     mts.verify(model, "2:4")
 
 
-def test_a_budget_takes_layers_with_dead_channels():
-    model = llama_with_dead_units()
-    options: dict[str, Any] = {"budget": "50% zeros", "choices": "dense,40%,60%", "data_loader": token_batches()}
+@pytest.mark.filterwarnings("ignore:layer 'blocks.0.up' saw nothing but zeros:UserWarning")
+@pytest.mark.parametrize("kind", ["dead channels", "nothing but zeros"])
+def test_a_budget_takes_such_layers(kind):
+    model, data = (llama_with_dead_units(), token_batches()) if kind == "dead channels" else (silent(), vectors())
+    options: dict[str, Any] = {"budget": "50% zeros", "choices": "dense,40%,60%", "data_loader": data}
     mts.sparsify(model, "wanda", **options, progress=False)
-    for layer in mts.report(model).layers:
-        if layer.name.endswith("down_proj"):
+    layers = mts.report(model).layers
+    for layer in layers:
+        if not layer.name.endswith("up_proj"):  # whose units were zero before
             assert layer.zeros == zeros_in(model.get_submodule(layer.name).weight)
+    assert sum(layer.zeros for layer in layers) / sum(layer.size for layer in layers) == pytest.approx(0.5, abs=0.01)
 
 
 def test_permutation_counts_the_share_that_wanda_keeps():
@@ -150,16 +138,6 @@ def test_permutation_counts_the_share_that_wanda_keeps():
     for place in moved:
         note = mts.report(model).layers[place].notes[0]
         assert f"the pattern keeps {method.shares[place]:.1%} of the score" in note
-
-
-@pytest.mark.parametrize("method", ["sparsegpt", "alps"])
-def test_dead_channels_in_a_stream(tmp_path, method):
-    source = saved(tmp_path / "dense", llama_with_dead_units)
-    options: dict[str, Any] = {"data_loader": token_batches()}
-    report = streamed(source, tmp_path / "streamed", method, **options)
-    assert_same_folders(tmp_path / "streamed", in_memory(source, tmp_path / "whole", method, **options))
-    notes = [note for layer in report.layers if layer.name.endswith("down_proj") for note in layer.notes]
-    assert notes == 2 * ["8 of 64 input channels were zero on all calibration data (dead)"]
 
 
 def test_dead_channels_of_a_layer_that_is_solved_some_rows_at_a_time(monkeypatch):
@@ -184,9 +162,6 @@ class Silent(Stacked):
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(0 * x)
-
-
-DETR_SIZES = ("layers", "attention_heads", "ffn_dim")
 
 
 def silent() -> nn.Module:
@@ -239,15 +214,6 @@ def test_inputs_too_small_for_the_sums_count_as_zeros(method):
         assert by_size == (mts.report(other).layers[0].recipe == "magnitude") == small
     mts.sparsify(model.double(), method, data_loader=[2.0**-60 * inputs.double()], progress=False)
     assert not mts.report(model).notes
-
-
-def test_a_budget_takes_such_a_layer():
-    model = silent()
-    options: dict[str, Any] = {"budget": "50% zeros", "data_loader": vectors(), "progress": False}
-    with pytest.warns(UserWarning, match="nothing but zeros"):
-        mts.sparsify(model, "wanda", **options)
-    layers = mts.report(model).layers
-    assert sum(layer.zeros for layer in layers) / sum(layer.size for layer in layers) == pytest.approx(0.5, abs=0.01)
 
 
 def mixtral_with_a_silent_expert() -> nn.Module:

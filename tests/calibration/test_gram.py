@@ -6,13 +6,7 @@ from torch import Tensor
 
 import modelopt_sparse as mts
 from modelopt_sparse.calibration import stats as grams
-from modelopt_sparse.calibration.stats import (
-    add_product,
-    add_upper,
-    completed,
-    mirror,
-    on_tensor_cores,
-)
+from modelopt_sparse.calibration.stats import add_product, add_upper, completed, mirror, on_tensor_cores
 from tests.helpers import assert_bits, tiny_llama, token_batches
 
 

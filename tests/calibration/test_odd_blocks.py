@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import modelopt_sparse as mts
-from tests.calibration.collecting import LAYERS, assert_calibrated, collected, padded
+from tests.calibration.collecting import LAYERS, assert_calibrated, collected, padded, steps_of
 from tests.helpers import tiny_llama, token_batches
 from tests.models.architectures import ARCHITECTURES
 from tests.models.odd_blocks import Again, SameTwice, Sometimes, TwinBlock, TwinsAcross, WrittenBetween
@@ -30,15 +30,9 @@ def test_twins_in_one_block_see_the_inputs_of_both(sequential):
     """One layer, one mask on both modules, the sum of both inputs."""
     dense, model, method = Stacked(block=TwinBlock), Stacked(block=TwinBlock), Recording()
     mts.sparsify(model, method, data_loader=vectors(), sequential=sequential, progress=False)
-    twins = [f"{path}.second" for path in STACKED]
-    found = method.by_layer(without(matrices_of(dense, STACKED), *twins))
-    stages = [["first", "second"], ["up"], ["down"]]
-    steps: dict[str, Steps] = {
-        "none": [STACKED],
-        "block": [[path] for path in STACKED],
-        "stage": [[f"{path}.{layer}" for layer in stage] for path in STACKED for stage in stages],
-    }
-    expected = stepwise(dense, model, vectors(), steps[sequential])
+    found = method.by_layer(without(matrices_of(dense, STACKED), *(f"{path}.second" for path in STACKED)))
+    steps = steps_of(sequential, STACKED, [["first", "second"], ["up"], ["down"]])
+    expected = stepwise(dense, model, vectors(), steps)
     for path in STACKED:
         added(expected, f"{path}.first", f"{path}.second")
     assert_stats(found, expected)
@@ -85,47 +79,31 @@ def test_sharing_that_changes_in_the_whole_model():
 
 def test_a_tensor_that_was_written_to_is_another_stage():
     """What is written depends on the first layer, which must be sparse when the second one is collected."""
-    dense, model, method = Stacked(block=WrittenBetween), Stacked(block=WrittenBetween), Recording()
-    mts.sparsify(model, method, data_loader=vectors(), sequential="stage", progress=False)
-    steps = [[f"{path}.{layer}"] for path in STACKED for layer in ("mix", "other", "up", "down")]
-    assert_stats(method.by_layer(matrices_of(dense, STACKED)), stepwise(dense, model, vectors(), steps))
+    steps = steps_of("stage", STACKED, [["mix"], ["other"], ["up"], ["down"]])
+    assert_calibrated(Stacked(block=WrittenBetween), STACKED, vectors(), "stage", steps)
 
 
 @pytest.mark.parametrize("sequential", ["block", "stage", "none"])
 @pytest.mark.parametrize("left_out", [0, 1, 2])
 def test_a_block_without_targets_is_run_through(left_out, sequential):
     """Leaving a whole block dense changes nothing in what the blocks behind it are given."""
-    dense, model, method = Stacked(), Stacked(), Recording()
-    path = STACKED[left_out]
-    options = {"data_loader": vectors(), "sequential": sequential, "exclude": f"{path}.*", "progress": False}
-    mts.sparsify(model, method, **options)
+    path, model = STACKED[left_out], Stacked()
     rest = [other for other in STACKED if other != path]
-    found = method.by_layer(matrices_of(dense, rest))
-    for name, parameter in dense.get_submodule(path).named_parameters(prefix=path):
+    steps = steps_of(sequential, rest, [["up"], ["down"]])
+    assert_calibrated(model, rest, vectors(), sequential, steps, exclude=f"{path}.*")
+    for name, parameter in Stacked().get_submodule(path).named_parameters(prefix=path):
         assert torch.equal(model.get_parameter(name), parameter)
-    steps: dict[str, Steps] = {
-        "none": [rest],
-        "block": [[other] for other in rest],
-        "stage": [[f"{other}.{layer}"] for other in rest for layer in ("up", "down")],
-    }
-    assert_stats(found, stepwise(dense, model, vectors(), steps[sequential]))
 
 
 @pytest.mark.parametrize("sequential", ["block", "stage", "none"])
 def test_the_stem_and_the_head_when_they_are_asked_for(sequential):
     """A stem is solved before the blocks see its sparse output, a head after all blocks; "none": on dense inputs."""
-    dense, model, method = Stacked(), Stacked(), Recording()
     everything = ["stem", *STACKED, "head"]
-    options = {"data_loader": vectors(), "sequential": sequential, "include": "*", "progress": False}
-    mts.sparsify(model, method, **options)
-    found = method.by_layer(matrices_of(dense, everything))
-    assert len(found) == 8
-    steps: dict[str, Steps] = {
-        "none": [everything],
-        "block": [[path] for path in everything],
-        "stage": [["stem"], *([f"{path}.{layer}"] for path in STACKED for layer in ("up", "down")), ["head"]],
-    }
-    assert_stats(found, stepwise(dense, model, vectors(), steps[sequential]))
+    steps = steps_of(sequential, everything)
+    if sequential == "stage":
+        steps = [["stem"], *steps_of("stage", STACKED, [["up"], ["down"]]), ["head"]]
+    model = assert_calibrated(Stacked(), everything, vectors(), sequential, steps, include="*")
+    assert len(mts.report(model).layers) == 8
 
 
 def test_one_layer_alone_outside_of_the_blocks():

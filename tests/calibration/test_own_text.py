@@ -5,23 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers as hf
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    BertConfig,
-    BertModel,
-    MambaConfig,
-    MambaForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
-)
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 import modelopt_sparse as mts
 from modelopt_sparse.accuracy import reconstruct as reconstruction
 from modelopt_sparse.calibration import own_text
-from modelopt_sparse.calibration import own_text as writing
 from modelopt_sparse.calibration.data import Call, load_calls, tokens_of
 from modelopt_sparse.calibration.own_text import Prompts, drawn, monotonous, own_calls, token_rows, write_windows
 from modelopt_sparse.distributed import Processes
@@ -61,11 +51,20 @@ def windows_of(model, rows, count, length, seed, processes=None):
     return torch.stack(written)
 
 
-def test_windows_are_what_the_model_says_token_by_token():
-    model = tiny_llama().eval()
-    windows = windows_of(model, ROWS, 5, LENGTH, seed=3)
-    assert windows.shape == (5, LENGTH)
-    assert windows.tolist() == [written_slowly(model, ROWS, i, LENGTH, 3) for i in range(5)]
+def mamba() -> nn.Module:
+    """It has no cache of keys and values: all of the text is run for each token."""
+    torch.manual_seed(0)
+    config = hf.MambaConfig(vocab_size=97, hidden_size=16, num_hidden_layers=1, state_size=4)
+    return hf.MambaForCausalLM(config)
+
+
+@pytest.mark.parametrize("build", [tiny_llama, mamba])
+def test_windows_are_what_the_model_says_token_by_token(build):
+    model = build().eval()
+    with torch.no_grad():
+        windows = windows_of(model, ROWS, 3, LENGTH, seed=3)
+    assert windows.shape == (3, LENGTH)
+    assert windows.tolist() == [written_slowly(model, ROWS, i, LENGTH, 3) for i in range(3)]
 
 
 def test_draws_follow_the_distribution():
@@ -82,7 +81,7 @@ def test_a_window_depends_on_its_number_alone(monkeypatch):
     model = tiny_llama().eval()
     windows = windows_of(model, ROWS, 7, LENGTH, seed=1)
     assert torch.equal(windows_of(model, ROWS, 3, LENGTH, seed=1), windows[:3])
-    monkeypatch.setattr(writing, "BATCH", 2)
+    monkeypatch.setattr(own_text, "BATCH", 2)
     assert torch.equal(windows_of(model, ROWS, 7, LENGTH, seed=1), windows)
     assert not torch.equal(windows_of(model, ROWS, 7, LENGTH, seed=2), windows)
     assert len({tuple(window) for window in windows.tolist()}) == 7
@@ -101,7 +100,7 @@ class Ranks(Processes):
 
 
 def test_any_number_of_processes_writes_the_same_text(monkeypatch):
-    monkeypatch.setattr(writing, "BATCH", 2)
+    monkeypatch.setattr(own_text, "BATCH", 2)
     model = tiny_llama().eval()
     alone = windows_of(model, ROWS, 7, LENGTH, seed=1)
     second = Ranks(1)
@@ -148,21 +147,6 @@ def test_keys_and_values_of_a_text_are_not_copied_for_each_token():
     own_text._make_room(cache, 5)
     assert [type(each) for each in cache.layers] == [own_text._Roomy, Other, DynamicLayer]
     assert torch.equal(cache.layers[0].keys, layer.keys)
-
-
-def test_a_model_without_a_kv_cache_runs_all_of_the_text_for_each_token():
-    torch.manual_seed(0)
-    config = MambaConfig(vocab_size=97, hidden_size=16, num_hidden_layers=1, state_size=4)
-    model = MambaForCausalLM(config).eval()
-    with torch.no_grad():
-        windows = windows_of(model, [row[:16] for row in ROWS], 2, 16, seed=0)
-    assert windows.tolist() == [written_slowly(model, [row[:16] for row in ROWS], i, 16, 0) for i in range(2)]
-
-
-def test_a_bfloat16_model_writes():
-    windows = windows_of(tiny_llama().bfloat16().eval(), ROWS, 2, LENGTH, seed=0)
-    assert windows.dtype == torch.int64
-    assert windows.max() < 97
 
 
 # in a run -----------------------------------------------------------------------------------------------------------
@@ -292,42 +276,51 @@ def test_text_of_one_token_is_noticed():
     assert monotonous(mixed) is None
 
 
+def bert() -> nn.Module:
+    return hf.BertModel(hf.BertConfig(vocab_size=97, hidden_size=16, num_hidden_layers=1, num_attention_heads=2))
+
+
+def t5() -> nn.Module:
+    sizes = {"vocab_size": 97, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+    return hf.T5ForConditionalGeneration(hf.T5Config(**sizes))
+
+
+MORE = {"data_loader": batches(2), "self_data": 4}
+NUMBER = "must be a number of windows of text, 0, or 'auto'"
+ALL_THE_SAME = "data='self' is text that the model writes, the same in all processes"
+
+
 @pytest.mark.parametrize(
     ("model", "options", "part"),
     [
-        (
-            lambda: BertModel(BertConfig(vocab_size=97, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)),
-            {},
-            "a BertModel is no causal language model",
-        ),
-        (lambda: nn.Sequential(nn.Linear(4, 4)), {}, "a Sequential is no causal language model"),
-        (tiny_llama, {"data_loader": [{"inputs_embeds": torch.zeros(1, 4, 32)}]}, "a batch has none"),
-        (tiny_llama, {"data_loader": None, "forward_loop": print}, "with forward_loop they have none"),
-        (tiny_llama, {"split_data": False}, "with split_data=False they have none"),
-        (tiny_llama, {"self_data": -1}, "must be a number of windows of text, 0, or 'auto'"),
-        (tiny_llama, {"self_data": 0.5}, "must be a number of windows of text, 0, or 'auto'"),
+        (bert, MORE, "a BertModel is no causal language model"),
+        (t5, MORE, "a T5ForConditionalGeneration is no causal language model"),
+        (one_linear, MORE, "a Sequential is no causal language model"),
+        (tiny_llama, {**MORE, "data_loader": [{"inputs_embeds": torch.zeros(1, 4, 32)}]}, "a batch has none"),
+        (tiny_llama, {"self_data": 4, "forward_loop": print}, "with forward_loop they have none"),
+        (tiny_llama, {**MORE, "split_data": False}, "with split_data=False they have none"),
+        (tiny_llama, {**MORE, "self_data": -1}, NUMBER),
+        (tiny_llama, {**MORE, "self_data": 0.5}, NUMBER),
+        (one_linear, {"data": "self"}, "data='self': a Sequential is no causal language model"),
+        (lambda: beginning(tiny_llama()), {"data": "self"}, "no token is known to begin with"),
+        (tiny_llama, {"data": "self", "processor": print}, ALL_THE_SAME),
+        (tiny_llama, {"data": "self", "split_data": False}, "leave split_data=False out"),
     ],
 )
 def test_what_is_refused(model, options, part):
-    refused(mts.sparsify, model(), "wanda", **{"data_loader": batches(2), "self_data": 4, **options}, parts=[part])
+    refused(mts.sparsify, model(), "wanda", **options, parts=[part])
 
 
-def test_encoder_decoders_are_refused():
-    config = T5Config(vocab_size=97, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
-    with pytest.raises(ValueError, match="a T5ForConditionalGeneration is no causal language model"):
-        own_text.refuse_to_write(T5ForConditionalGeneration(config), "self_data=4")
+@pytest.mark.parametrize("options", [MORE, {"data": "self", "seq_len": 64}], ids=["more", "all"])
+def test_streaming_takes_a_file_instead(tmp_path, options):
+    with pytest.raises(ValueError, match="give a file of write_text"):
+        mts.sparsify_checkpoint(TESTBED / "tiny-llama", tmp_path / "out", "wanda", **options)
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_model_with_nan_logits_is_refused():
     with pytest.raises(ValueError, match="the dense model's logits are not finite"):
         drawn(torch.tensor([[1.0, torch.nan]]), torch.tensor([0.5], dtype=torch.float64))
-
-
-def test_streaming_takes_a_file_instead(tmp_path):
-    tiny_llama().save_pretrained(tmp_path / "dense")
-    with pytest.raises(ValueError, match="give a file of write_text as data="):
-        mts.sparsify_checkpoint(tmp_path / "dense", tmp_path / "out", "wanda", data_loader=batches(2), self_data=4)
-    assert not (tmp_path / "out").exists()
 
 
 # chats ---------------------------------------------------------------------------------------------------------------
@@ -340,7 +333,7 @@ TEMPLATE = (
 @pytest.fixture
 def chatting():
     """(model, tokenizer with a template, chats, each of which asks something else)."""
-    tokenizer = AutoTokenizer.from_pretrained(TESTBED / "tiny-llama")
+    tokenizer = hf.AutoTokenizer.from_pretrained(TESTBED / "tiny-llama")
     tokenizer.chat_template = TEMPLATE
     lines = (TESTBED / "calibration.txt").read_text(encoding="utf-8").splitlines()
     said = [line for line in lines if len(line) > 20][:60]
@@ -349,7 +342,7 @@ def chatting():
         + ([{"role": "user", "content": said[i + 2]}, {"role": "assistant", "content": "no"}] if i % 2 else [])
         for i in range(40)
     ]
-    return AutoModelForCausalLM.from_pretrained(TESTBED / "tiny-llama").eval(), tokenizer, chats
+    return hf.AutoModelForCausalLM.from_pretrained(TESTBED / "tiny-llama").eval(), tokenizer, chats
 
 
 @torch.no_grad()
@@ -469,49 +462,31 @@ def test_what_texts_begin_with(tokens, first):
 def test_more_of_it_is_other_text():
     """With self_data windows go on counting, so that none is drawn by the numbers of another."""
     numbers = []
-    real = writing.draw
+    real = own_text.draw
 
     def counting(prompts, seed, number, length):
         numbers.append(number)
         return real(prompts, seed, number, length)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(writing, "draw", counting)
+        patch.setattr(own_text, "draw", counting)
         mts.sparsify(beginning(tiny_llama(), bos=7), "wanda", self_data=4, reconstruct=1, **NOTHING)
     assert numbers == list(range(12))
 
 
-@pytest.mark.parametrize(
-    ("model", "options", "part"),
-    [
-        (lambda: nn.Sequential(nn.Linear(4, 4)), {}, "data='self': a Sequential is no causal language model"),
-        (lambda: beginning(tiny_llama()), {}, "no token is known to begin with"),
-        (tiny_llama, {"processor": print}, "data='self' is text that the model writes, the same in all processes"),
-        (tiny_llama, {"split_data": False}, "leave split_data=False out"),
-    ],
-)
-def test_what_cannot_be_from_nothing(model, options, part):
-    refused(mts.sparsify, model(), "wanda", **{**NOTHING, **options}, parts=[part])
-
-
-def test_from_nothing_into_a_file_for_streaming(tmp_path):
-    tokenizer = AutoTokenizer.from_pretrained(TESTBED / "tiny-llama")
-    model = AutoModelForCausalLM.from_pretrained(TESTBED / "tiny-llama")
+def test_from_nothing_into_a_file(tmp_path):
+    tokenizer = hf.AutoTokenizer.from_pretrained(TESTBED / "tiny-llama")
+    model = hf.AutoModelForCausalLM.from_pretrained(TESTBED / "tiny-llama")
     path = mts.write_text(model, tmp_path / "own.jsonl", data="self", tokenizer=tokenizer, windows=3, seq_len=64)
     assert len(path.read_text().splitlines()) == 3
-    with pytest.raises(
-        ValueError, match="data='self' runs the whole model, which streaming never holds: give a file of write_text"
-    ):
-        mts.sparsify_checkpoint(TESTBED / "tiny-llama", tmp_path / "out", "wanda", data="self", seq_len=64)
-    assert not (tmp_path / "out").exists()
 
 
 # the file -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_file_is_written_and_read_as_data(tmp_path):
-    tokenizer = AutoTokenizer.from_pretrained(TESTBED / "tiny-llama")
-    model = AutoModelForCausalLM.from_pretrained(TESTBED / "tiny-llama")
+    tokenizer = hf.AutoTokenizer.from_pretrained(TESTBED / "tiny-llama")
+    model = hf.AutoModelForCausalLM.from_pretrained(TESTBED / "tiny-llama")
     before = Snapshot(model)
     text = {"data": Path(TESTBED / "calibration.txt"), "tokenizer": tokenizer, "num_samples": 4, "seq_len": 64}
     path = mts.write_text(model, tmp_path / "own.jsonl", windows=3, **text)

@@ -38,15 +38,16 @@ def test_the_mask_may_have_any_dtype(mask_dtype):
     assert_stats(found, brute_force(tiny_llama(), padded("left"), LAYERS, real))
 
 
-def test_a_mask_that_is_given_by_position_counts_as_well():
-    batches = [tuple(batch.values()) for batch in padded()]  # Llama's second argument is attention_mask
-    found = collected(tiny_llama(), data_loader=batches, collect_func=lambda batch: batch)
-    assert_same(found, collected(tiny_llama(), data_loader=padded()))
+BY = {
+    # Llama's second argument is attention_mask
+    "position": {"data_loader": [tuple(batch.values()) for batch in padded()], "collect_func": lambda batch: batch},
+    "a loop": {"forward_loop": lambda model: [model(**batch) for batch in padded()]},
+}
 
 
-def test_a_forward_loop_has_padding_too():
-    found = collected(tiny_llama(), forward_loop=lambda model: [model(**batch) for batch in padded()])
-    assert_same(found, collected(tiny_llama(), data_loader=padded()))
+@pytest.mark.parametrize("by", BY)
+def test_masks_by_position_and_in_a_loop_count_as_well(by):
+    assert_same(collected(tiny_llama(), **BY[by]), collected(tiny_llama(), data_loader=padded()))
 
 
 def test_count_padding_lets_padding_in():
@@ -56,63 +57,6 @@ def test_count_padding_lets_padding_in():
     assert_stats(found, brute_force(tiny_llama(), padded(), LAYERS))
     assert {stats.tokens for stats in found.values()} == {3 * 12 + 2 * 9}
     assert mts.report(model).settings["count_padding"] is True
-
-
-def causal(batch: dict[str, Tensor]) -> Tensor:
-    length = batch["input_ids"].shape[1]
-    return torch.full((length, length), torch.finfo(torch.float32).min).triu(1)[None, None]
-
-
-def test_a_mask_that_does_not_say_which_tokens_are_padding():
-    """Ready-made attention masks are refused, unless the user says that no token is padding."""
-    batches = [{**batch, "attention_mask": causal(batch)} for batch in padded()]
-    match = r"attention_mask has shape \[1, 1, 12, 12\]: .* count_padding"
-    refused(mts.sparsify, tiny_llama(), match=match, data_loader=batches)
-    found = collected(tiny_llama(), data_loader=batches, sequential="none", count_padding=True)
-    assert_stats(found, brute_force(tiny_llama(), batches, LAYERS))
-
-
-def test_a_mask_that_is_no_tensor():
-    """Gemma 3 takes one ready-made mask for each type of layer."""
-    model = ARCHITECTURES["gemma3"].build()
-    batches = [
-        {"input_ids": b["input_ids"], "attention_mask": {"full_attention": causal(b), "sliding_attention": causal(b)}}
-        for b in padded()
-    ]
-    refused(
-        mts.sparsify,
-        model,
-        match="attention_mask is a dict",
-        data_loader=batches,
-    )
-    mts.sparsify(model, data_loader=batches, count_padding=True, progress=False)
-
-
-def test_rows_that_cannot_be_matched_are_an_error_that_names_the_layer():
-    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
-    batch = {"x": torch.randn(2, 4, 16), "attention_mask": mask}
-    match = (
-        r"layer 'blocks.0.up' gets an input of shape \[2, 5, 16\], and the token mask has shape \[2, 4\]: which of "
-        "its rows are padding cannot be told; give batches without padding, or set count_padding=True"
-    )
-    assert "cannot take calibration batch" not in refused(mts.sparsify, Prefixed(), match=match, data_loader=[batch])
-    found = collected(Prefixed(), STACKED, data_loader=[batch], sequential="none", count_padding=True)
-    assert_stats(found, brute_force(Prefixed(), [batch], STACKED))
-    batch["attention_mask"] = torch.ones(2, 4)  # without padding there is nothing to match
-    assert {stats.tokens for stats in collected(Prefixed(), STACKED, data_loader=[batch]).values()} == {10}
-
-
-def test_padding_of_a_convolution_cannot_be_told_even_when_the_shapes_agree():
-    """Its input is [batch, channels, positions], and 16 channels look like 16 tokens."""
-    mask = torch.arange(16) < torch.tensor([[16], [9]])
-    batch = {"x": torch.randn(2, 16, 16), "attention_mask": mask}
-    refused(
-        mts.sparsify,
-        ConvolvingModel(block=Convolving),
-        match=r"layer 'blocks.0.mix' gets .* \[2, 16, 16\]",
-        data_loader=[batch],
-    )
-    mts.sparsify(ConvolvingModel(block=Convolving), data_loader=[batch], exclude="*.mix", progress=False)
 
 
 def test_cross_attention_takes_the_mask_of_the_encoder_even_when_both_are_equally_long():
@@ -158,35 +102,6 @@ def test_tokens_may_come_before_the_batch(length):
     assert_stats(found, expected)
 
 
-def test_two_padding_masks_that_differ():
-    model = nn.Transformer(16, 4, 1, 1, 32, batch_first=True)
-    tokens, mask = torch.randn(2, 5, 16), torch.arange(5) >= torch.tensor([[5], [3]])
-    batch = {"src": tokens, "tgt": tokens, "src_key_padding_mask": mask, "tgt_key_padding_mask": mask.flip(0)}
-    refused(mts.sparsify, model, match="src_key_padding_mask and tgt_key_padding_mask differ", data_loader=[batch])
-
-
-def test_queries_and_keys_of_one_attention_with_two_masks():
-    """nn.MultiheadAttention's one weight meets both; each mask fits, but they are two."""
-    mask = torch.arange(4) < torch.tensor([[4], [2]])
-    x = torch.randn(2, 4, 16)
-    batch = {"x": x, "memory": x + 1, "attention_mask": mask, "decoder_attention_mask": mask.flip(0)}
-    match = r"layer 'blocks.0.attention.in_proj_weight' gets .* the token mask of its queries is another one: which"
-    refused(mts.sparsify, EncoderDecoder(), match=match, data_loader=[batch])
-    batch["decoder_attention_mask"] = mask
-    mts.sparsify(EncoderDecoder(), data_loader=[batch], progress=False)
-
-
-def test_keys_that_are_longer_than_the_queries_match_no_mask_of_theirs():
-    mask = torch.arange(4) < torch.tensor([[4], [2]])
-    batch = {"x": torch.randn(2, 4, 16), "memory": torch.randn(2, 6, 16), "attention_mask": mask}
-    refused(
-        mts.sparsify,
-        CrossModel(),
-        match=r"layer 'blocks.0.attention.in_proj_weight' gets .* \[2, 6, 16\]",
-        data_loader=[batch],
-    )
-
-
 # masks that lie deeper in the arguments, or are made inside -----------------------------------------------------------
 
 
@@ -215,6 +130,90 @@ class Ids(nn.Module):
         for block in self.blocks:
             x = block(x, **self.given(ids))
         return x
+
+
+def causal(batch: dict[str, Tensor]) -> Tensor:
+    length = batch["input_ids"].shape[1]
+    return torch.full((length, length), torch.finfo(torch.float32).min).triu(1)[None, None]
+
+
+def padded_samples(samples: list[dict[str, Tensor]]) -> Tensor:
+    """How a model pads them is not known."""
+    return nn.utils.rnn.pad_sequence([each["input_ids"] for each in samples], batch_first=True)
+
+
+MASK = torch.arange(4) < torch.tensor([[4], [2]])
+READY = [{**batch, "attention_mask": causal(batch)} for batch in padded()]
+# Gemma 3 takes one ready-made mask for each type of layer
+OF_TYPES = [
+    {**b, "attention_mask": dict.fromkeys(("full_attention", "sliding_attention"), causal(b))} for b in padded()
+]
+SEQUENCES, MEMORY = {"x": torch.randn(2, 4, 16), "attention_mask": MASK}, {"memory": torch.randn(2, 6, 16)}
+BOTH = {"x": torch.randn(2, 4, 16), "memory": torch.randn(2, 4, 16), "attention_mask": MASK}
+SAMPLES = [{"input_ids": torch.arange(1, n), "attention_mask": torch.ones(n - 1)} for n in (5, 8)]
+TWO_MASKS = {f"{name}_key_padding_mask": ~rows for name, rows in (("src", MASK), ("tgt", MASK.flip(0)))}
+CANNOT = (
+    r"layer 'blocks.0.up' gets an input of shape \[2, 5, 16\], and the token mask has shape \[2, 4\]: which of "
+    "its rows are padding cannot be told; give batches without padding, or set count_padding=True"
+)
+# case -> (model, options, words of the error); its rows can be counted all
+UNKNOWN = {
+    "ready-made masks": (
+        tiny_llama,
+        {"data_loader": READY},
+        r"attention_mask has shape \[1, 1, 12, 12\]: .* count_padding",
+    ),
+    "one for each type": (ARCHITECTURES["gemma3"].build, {"data_loader": OF_TYPES}, "attention_mask is a dict"),
+    "a token before": (Prefixed, {"data_loader": [SEQUENCES]}, CANNOT),
+    # its input is [batch, channels, positions], and 16 channels look like 16 tokens
+    "a convolution": (
+        lambda: ConvolvingModel(block=Convolving),
+        {
+            "data_loader": [
+                {"x": torch.randn(2, 16, 16), "attention_mask": torch.arange(16) < torch.tensor([[16], [9]])}
+            ]
+        },
+        r"layer 'blocks.0.mix' gets .* \[2, 16, 16\]",
+    ),
+    "masks that differ": (
+        lambda: nn.Transformer(16, 4, 1, 1, 32, batch_first=True),
+        {"data_loader": [{"src": SEQUENCES["x"], "tgt": SEQUENCES["x"], **TWO_MASKS}]},
+        "src_key_padding_mask and tgt_key_padding_mask differ",
+    ),
+    # nn.MultiheadAttention's one weight meets both; each mask fits, but they are two
+    "queries and keys": (
+        EncoderDecoder,
+        {"data_loader": [{**BOTH, "decoder_attention_mask": MASK.flip(0)}]},
+        r"layer 'blocks.0.attention.in_proj_weight' gets .* the token mask of its queries is another one: which",
+    ),
+    "longer keys": (
+        CrossModel,
+        {"data_loader": [SEQUENCES | MEMORY]},
+        r"layer 'blocks.0.attention.in_proj_weight' gets .* \[2, 6, 16\]",
+    ),
+    "several lengths": (
+        lambda: Ids(padded_samples),
+        {"data_loader": [(SAMPLES,)], "collect_func": lambda batch: batch},
+        "attention_mask is a list: give it as a tensor",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", UNKNOWN)
+def test_padding_that_cannot_be_told_is_refused_and_may_be_counted(case):
+    build, options, match = UNKNOWN[case]
+    assert "cannot take calibration batch" not in refused(mts.sparsify, build(), match=match, **options)
+    mts.sparsify(build(), count_padding=True, progress=False, **options)
+
+
+def test_all_rows_are_counted_where_the_user_says_so_or_none_is_padding():
+    found = collected(tiny_llama(), data_loader=READY, sequential="none", count_padding=True)
+    assert_stats(found, brute_force(tiny_llama(), READY, LAYERS))
+    found = collected(Prefixed(), STACKED, data_loader=[SEQUENCES], sequential="none", count_padding=True)
+    assert_stats(found, brute_force(Prefixed(), [SEQUENCES], STACKED))
+    full = {**SEQUENCES, "attention_mask": torch.ones(2, 4)}  # without padding there is nothing to match
+    assert {stats.tokens for stats in collected(Prefixed(), STACKED, data_loader=[full]).values()} == {10}
+    mts.sparsify(EncoderDecoder(), data_loader=[{**BOTH, "decoder_attention_mask": MASK}], progress=False)
 
 
 @dataclass
@@ -286,15 +285,6 @@ def positional(model: nn.Module, batch) -> None:
     model(batch)
 
 
-def test_masks_of_samples_of_several_lengths():
-    """How the model pads them is not known."""
-    ids = lambda samples: nn.utils.rnn.pad_sequence([each["input_ids"] for each in samples], batch_first=True)  # noqa: E731
-    samples = [{"input_ids": torch.arange(1, n), "attention_mask": torch.ones(n - 1)} for n in (5, 8)]
-    options = {"data_loader": [(samples,)], "collect_func": lambda batch: batch}
-    refused(mts.sparsify, Ids(ids), match="attention_mask is a list: give it as a tensor", **options)
-    mts.sparsify(Ids(ids), count_padding=True, progress=False, **options)
-
-
 def bert() -> nn.Module:
     torch.manual_seed(0)
     sizes = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
@@ -343,6 +333,7 @@ class OfTorch(nn.Module):
 MADE_INSIDE = {
     "of a model of transformers": (Lightning, ["model.encoder.layer.0", "model.encoder.layer.1"]),
     "of nn.TransformerEncoder": (lambda: OfTorch(batch_first=True), ["encoder.layers.0", "encoder.layers.1"]),
+    "tokens before the batch": (lambda: OfTorch(batch_first=False), ["encoder.layers.0", "encoder.layers.1"]),
     "of blocks, True = padding": (lambda: Ids(given=lambda ids: {"padding_mask": ids == 0}), ID_BLOCKS),
     "padding_mask of blocks of transformers": (IdsOfTransformers, ID_BLOCKS),
     "of blocks, 1 = a token": (lambda: Ids(given=lambda ids: {"attention_mask": (ids != 0).long()}), ID_BLOCKS),
@@ -368,13 +359,8 @@ def test_masks_that_the_model_makes_of_its_tokens(form, sequential):
     found = collected(build().eval(), blocks, data_loader=zero_padded(), sequential=sequential)
     assert {stats.tokens for stats in found.values()} == {int(sum((ids != 0).sum() for ids in zero_padded()))}
     if sequential == "none":
-        assert_stats(found, brute_force(build().eval(), zero_padded(), blocks, lambda ids, name: ids != 0))
-
-
-def test_tokens_before_the_batch_in_a_model_that_makes_its_mask():
-    blocks, model = ["encoder.layers.0", "encoder.layers.1"], OfTorch(batch_first=False).eval()
-    expected = brute_force(model, zero_padded(), blocks, lambda ids, name: (ids != 0).T)
-    assert_stats(collected(model, blocks, data_loader=zero_padded(), sequential="none"), expected)
+        real = lambda ids, name: (ids != 0).T if form == "tokens before the batch" else ids != 0  # noqa: E731
+        assert_stats(found, brute_force(build().eval(), zero_padded(), blocks, real))
 
 
 def test_two_towers_have_a_mask_each():

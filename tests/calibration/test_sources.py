@@ -60,10 +60,28 @@ def test_a_data_set_is_its_texts(tokenizer, data):
     assert tokens_of(data, tokenizer).tolist() == expected
 
 
-def test_a_data_set_whose_column_is_not_known():
-    data = Dataset.from_dict({"line": TEXTS, "author": ["a", "b", "c"]})
-    with pytest.raises(ValueError, match=r"has no column .* data_set\['name'\]"):
+TABLE = Dataset.from_dict({"line": TEXTS, "author": ["a", "b", "c"]})
+SPLITS = {name: Dataset.from_dict({"text": TEXTS}) for name in ("train", "test")}
+NO_DATA = [
+    (TABLE, ValueError, r"has no column .* data_set\['name'\]"),
+    # load_dataset without a split gives one: its keys are strings, and no documents
+    (SPLITS, TypeError, r"data is a mapping of train; test: give one, as data=data\['train'\]"),
+    (5, TypeError, "data is a int: give a Path, a data set or its name"),
+    (b"bytes", TypeError, "data is a bytes: give a Path, a data set or its name"),
+]
+
+
+@pytest.mark.parametrize(("data", "error", "words"), NO_DATA, ids=["no column", "splits", "int", "bytes"])
+def test_what_is_no_data(data, error, words):
+    with pytest.raises(error, match=words):
         documents_of(data)
+
+
+def test_a_folder_with_files_of_several_kinds_is_refused(tmp_path):
+    for name in ("a.csv", "b.jsonl", "README.md"):
+        (tmp_path / name).write_text("text\n")
+    with pytest.raises(ValueError, match=r"holds files of several kinds \(.csv, .jsonl\): give one of them"):
+        documents_of(tmp_path)
 
 
 @pytest.mark.parametrize("form", ["jsonl", "saved"])
@@ -78,16 +96,9 @@ def test_a_folder_with_a_data_set(tokenizer, tmp_path, monkeypatch, form):
     assert torch.equal(tokens_of(folder, tokenizer), tokens_of(TEXTS, tokenizer))
 
 
-@pytest.mark.parametrize(
-    ("name", "asked"),
-    [
-        ("org/set", ("org/set", None, "train")),
-        ("org/set:en", ("org/set", "en", "train")),
-        ("org/set::validation", ("org/set", None, "validation")),
-        ("org/set:en:train[:1000]", ("org/set", "en", "train[:1000]")),
-    ],
-)
-def test_a_name_is_asked_for_with_config_and_split(tokenizer, monkeypatch, name, asked):
+@pytest.fixture
+def asked(monkeypatch) -> list[tuple]:
+    """What `load_dataset` is asked for; it gives TEXTS."""
     seen = []
 
     def load_dataset(path, config, split):
@@ -95,22 +106,28 @@ def test_a_name_is_asked_for_with_config_and_split(tokenizer, monkeypatch, name,
         return Dataset.from_dict({"text": TEXTS})
 
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    return seen
+
+
+NAMES = {
+    "org/set": ("org/set", None, "train"),
+    "org/set:en": ("org/set", "en", "train"),
+    "org/set::validation": ("org/set", None, "validation"),
+    "org/set:en:train[:1000]": ("org/set", "en", "train[:1000]"),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_is_asked_for_with_config_and_split(tokenizer, asked, name):
     assert torch.equal(tokens_of(name, tokenizer), tokens_of(TEXTS, tokenizer))
-    assert seen == [asked]
+    assert asked == [NAMES[name]]
 
 
-def test_wikitext2_is_joined_as_papers_join_it(tokenizer, monkeypatch):
+def test_wikitext2_is_joined_as_papers_join_it(tokenizer, asked):
     """Rows by blank lines, as one text; the tokenizer's own tokens once, at its beginning, if they are asked for."""
-    seen = []
-
-    def load_dataset(path, config, split):
-        seen.append((path, config, split))
-        return Dataset.from_dict({"text": TEXTS})
-
-    monkeypatch.setattr("datasets.load_dataset", load_dataset)
     joined = "\n\n".join(TEXTS)
     assert tokens_of("wikitext2", tokenizer, split="test").tolist() == ids_of(tokenizer, joined)
-    assert seen == [("Salesforce/wikitext", "wikitext-2-raw-v1", "test")]
+    assert asked == [("Salesforce/wikitext", "wikitext-2-raw-v1", "test")]
 
     class Special:
         eos_token_id = 0
@@ -150,7 +167,7 @@ def test_a_data_set_that_cannot_be_had(tokenizer, tmp_path, monkeypatch):
 # chats ----------------------------------------------------------------------------------------------------------------
 
 
-def test_chats_go_through_the_template(chatting, tmp_path):
+def test_chats_go_through_the_template(chatting, tokenizer, tmp_path):
     """With the template's own tokens, and none between; keys that a data set filled with None are not there."""
     rendered = "<user>who is there\n<assistant>nay answer me\n"
     toned = [{"role": "user", "content": "stand", "tone": "loud"}]
@@ -160,9 +177,6 @@ def test_chats_go_through_the_template(chatting, tmp_path):
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in (CHAT, toned)))
     for form in ([CHAT, toned], data, data["messages"], tmp_path / "chats.jsonl"):
         assert tokens_of(form, chatting).tolist() == expected
-
-
-def test_chats_without_a_template(tokenizer):
     with pytest.raises(ValueError, match="has no chat template: give that of the chat model"):
         tokens_of([CHAT], tokenizer)
 
@@ -225,12 +239,6 @@ def test_a_processor_goes_with_data_and_without_a_tokenizer(options):
         SparsifyConfig(processor=object(), **options)
 
 
-def test_a_mapping_of_splits_is_no_text(tokenizer):
-    """load_dataset without a split gives one: its keys are strings, and no documents."""
-    with pytest.raises(TypeError, match=r"data is a mapping of train; test: give one, as data=data\['train'\]"):
-        documents_of({"train": Dataset.from_dict({"text": TEXTS}), "test": Dataset.from_dict({"text": TEXTS})})
-
-
 @pytest.mark.parametrize("data", [["a text"], [CHAT]])
 def test_text_needs_a_tokenizer(data):
     with pytest.raises(ValueError, match="processor= is for images: give tokenizer= in its place"):
@@ -257,19 +265,6 @@ def test_a_table_in_a_file_is_read_by_its_kind(tmp_path, kind, monkeypatch):
     getattr(table.rename_column("text", "what"), f"to_{kind}")(str(tmp_path / f"y.{kind}"))
     with pytest.raises(ValueError, match="the data set has no column text"):
         documents_of(tmp_path / f"y.{kind}")
-
-
-def test_a_folder_with_files_of_several_kinds_is_refused(tmp_path):
-    for name in ("a.csv", "b.jsonl", "README.md"):
-        (tmp_path / name).write_text("text\n")
-    with pytest.raises(ValueError, match=r"holds files of several kinds \(.csv, .jsonl\): give one of them"):
-        documents_of(tmp_path)
-
-
-@pytest.mark.parametrize("data", [5, b"bytes"])
-def test_what_is_no_data(tokenizer, data):
-    with pytest.raises(TypeError, match=f"data is a {type(data).__name__}: give a Path, a data set or its name"):
-        documents_of(data)
 
 
 def test_rows_in_place_of_batches_are_told_to_be_collated(tokenizer):

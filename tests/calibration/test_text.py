@@ -85,46 +85,33 @@ def test_a_text_shorter_than_a_window_is_one_short_window(tokenizer):
     assert {stats.tokens for stats in found.values()} == {length}
 
 
-@pytest.mark.parametrize(
-    ("data", "error", "match"),
-    [
-        ([""], ValueError, "data holds no text"),
-        ("", TypeError, "data='' is no data set's name: give a Path for a file, and a list for text"),
-        ("README.md", TypeError, "data='README.md' is no data set's name"),
-        (
-            "import os\n" * 50,
-            TypeError,
-            "is no data set's name: give a Path for a file, and a list for text",
-        ),
-        ([], ValueError, "data holds no text"),
-        (
-            [[1, 2, 3]],
-            TypeError,
-            "give token tensors as data_loader, and images with processor=",
-        ),
-    ],
-)
-def test_text_that_is_none(tokenizer, data, error, match):
-    refused(mts.sparsify, text_llama(tokenizer), match=match, error=error, data=data, tokenizer=tokenizer)
+NO_SET = "is no data set's name: give a Path for a file, and a list for text"
+NO_LINE = 'bad.jsonl\' line 2: every line must be a JSON object with a "text" key'
+BAD_LINES = ['{"body": "x"}', "no json", "[1]", '{"text": 5}', "[" * 100_000, '{"a": ' * 100_000]
+# data, or the name of a file and what it holds -> words of the error
+BAD = [
+    ([""], "data holds no text"),
+    ([], "data holds no text"),
+    ("", f"data='' {NO_SET}"),
+    ("README.md", "data='README.md' is no data set's name"),
+    ("import os\n" * 50, NO_SET),
+    ([[1, 2, 3]], "give token tensors as data_loader, and images with processor="),
+    (("missing.txt", b""), "missing.txt' is not a file: give a .txt or .jsonl"),
+    *((("bad.jsonl", f'{{"text": "fine"}}\n{line}\n'.encode()), NO_LINE) for line in BAD_LINES),
+    *(((f"weights{kind}", b"ab\xff\xfe\x00" * 9), f"weights{kind}.*UTF-8.*byte 2") for kind in (".txt", ".jsonl")),
+]
 
 
-def test_a_missing_text_file_is_named(tokenizer, tmp_path):
-    path = tmp_path / "missing.txt"
-    refused(
-        mts.sparsify,
-        text_llama(tokenizer),
-        match="missing.txt' is not a file: give a .txt or .jsonl",
-        data=path,
-        tokenizer=tokenizer,
-    )
-
-
-@pytest.mark.parametrize("line", ['{"body": "x"}', "no json", "[1]", '{"text": 5}', "[" * 100_000, '{"a": ' * 100_000])
-def test_a_line_without_text_is_named(tokenizer, tmp_path, line):
-    path = tmp_path / "bad.jsonl"
-    path.write_text(f'{{"text": "fine"}}\n{line}\n', encoding="utf-8")
-    message = 'bad.jsonl\' line 2: every line must be a JSON object with a "text" key'
-    refused(mts.sparsify, text_llama(tokenizer), match=message, data=path, tokenizer=tokenizer)
+@pytest.mark.parametrize(("data", "words"), BAD, ids=lambda value: str(value)[:30])
+def test_text_that_is_none(tokenizer, tmp_path, data, words):
+    if isinstance(data, tuple):
+        path = tmp_path / data[0]
+        if data[1]:
+            path.write_bytes(data[1])
+        data = path
+    wrong_type = "set's name" in words or "tensors" in words
+    options = {"data": data, "tokenizer": tokenizer, "error": TypeError if wrong_type else ValueError}
+    refused(mts.sparsify, text_llama(tokenizer), match=words, **options)
 
 
 def test_more_tokens_than_the_model_takes_are_refused(tokenizer, text):
@@ -176,20 +163,6 @@ def test_a_batch_is_left_to_judge_by(tokenizer, text):
     options = {"data": [text], "tokenizer": tokenizer, "seq_len": 16, "num_samples": 8, "progress": False}
     mts.sparsify(model, quality="balanced", **options)
     assert len(mts.report(model).blocks) == 2
-
-
-@pytest.mark.parametrize("suffix", [".txt", ".jsonl"])
-def test_a_binary_file_is_named(tokenizer, tmp_path, suffix):
-    path = tmp_path / f"weights{suffix}"
-    path.write_bytes(b"ab\xff\xfe\x00" * 9)
-    refused(
-        mts.sparsify,
-        text_llama(tokenizer),
-        "wanda",
-        data=path,
-        tokenizer=tokenizer,
-        parts=[str(path), "UTF-8", "byte 2"],
-    )
 
 
 def test_a_vocabulary_that_does_not_fit_the_model(tokenizer, text):

@@ -8,9 +8,9 @@ from torch import nn
 
 import modelopt_sparse as mts
 from modelopt_sparse.methods.scores import Wanda
-from tests.calibration.collecting import LAYERS, STAGES, assert_same, collected, padded
+from tests.calibration.collecting import LAYERS, STAGES, assert_same, collected, padded, steps_of
 from tests.helpers import assert_same_state, state_of, tiny_llama, token_batches
-from tests.oracles.brute_force import Recording, Steps, assert_stats, brute_force, matrices_of, stepwise
+from tests.oracles.brute_force import Recording, assert_stats, brute_force, matrices_of, stepwise
 
 pytestmark = pytest.mark.core
 
@@ -21,28 +21,8 @@ def test_what_is_sparse_when_a_layer_is_collected(sequential, side):
     """ "none": nothing; "block": the blocks before; "stage": the stages before it in its own block as well."""
     dense, model = tiny_llama(), tiny_llama()
     found = collected(model, data_loader=padded(side), sequential=sequential)
-    steps: dict[str, Steps] = {
-        "none": [LAYERS],
-        "block": [[block] for block in LAYERS],
-        "stage": [[f"{block}.{layer}" for layer in stage] for block in LAYERS for stage in STAGES],
-    }
-    real = lambda batch, name: batch["attention_mask"].bool()  # noqa: E731
-    assert_stats(found, stepwise(dense, model, padded(side), steps[sequential], real))
-
-
-def test_the_three_kinds_of_sequential_differ_where_they_should():
-    """So that the test above can fail: first in o_proj for stages, in the second block for blocks."""
-    by_block, by_stage, dense = (
-        collected(tiny_llama(), data_loader=token_batches(), sequential=sequential)
-        for sequential in ("block", "stage", "none")
-    )
-
-    def same(one: dict[str, mts.Stats], other: dict[str, mts.Stats]) -> list[str]:
-        return [name for name in one if torch.allclose(one[name].gram, other[name].gram, rtol=1e-3)]
-
-    assert same(by_block, dense) == [name for name in by_block if name.startswith(LAYERS[0])]
-    assert same(by_stage, dense) == [f"{LAYERS[0]}.{layer}" for layer in STAGES[0]]
-    assert same(by_stage, by_block) == [f"{block}.{layer}" for block in LAYERS for layer in STAGES[0]]
+    steps, real = steps_of(sequential, LAYERS, STAGES), lambda batch, name: batch["attention_mask"].bool()
+    assert_stats(found, stepwise(dense, model, padded(side), steps, real))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
@@ -74,14 +54,6 @@ def test_a_users_own_autocast_is_refused():
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match=r"leave it, and give autocast="):
         mts.sparsify(model, data_loader=token_batches())
     assert_same_state(model, before)
-
-
-def test_layers_of_one_stage_share_their_statistics():
-    found = collected(tiny_llama(), data_loader=token_batches(), sequential="stage")
-    for block in LAYERS:
-        for stage in STAGES:
-            assert len({id(found[f"{block}.{layer}"]) for layer in stage}) == 1
-    assert len({id(stats) for stats in found.values()}) == 8
 
 
 def test_only_one_blocks_statistics_are_alive_at_a_time():

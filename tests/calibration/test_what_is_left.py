@@ -8,22 +8,10 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import modelopt_sparse as mts
-from tests.calibration.collecting import LAYERS, assert_same, collected, padded
+from tests.calibration.collecting import assert_same, collected, padded
 from tests.helpers import Snapshot, refused, tiny_llama, token_batches
 from tests.models.stacked import STACKED, Between, NanAtPadding, Stacked, vectors
 from tests.oracles.brute_force import Recording, assert_stats, brute_force, matrices_of
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_weights_that_are_not_finite(value):
-    model = tiny_llama()
-    model.model.layers[1].mlp.up_proj.weight.data[3, 4] = value
-    refused(
-        mts.sparsify,
-        model,
-        match=r"layer 'model.layers.1.mlp.up_proj': its weight holds NaN or inf",
-        data_loader=token_batches(),
-    )
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -34,13 +22,8 @@ def test_activations_that_are_not_finite(value):
         lambda module, args, output: output + value if output.shape[1] == 9 else output
     )
     batches = [*token_batches(1), *token_batches(1, length=9)]
-    message = refused(
-        mts.sparsify,
-        model,
-        match=r"layer 'model.layers.1.self_attn.q_proj': its input holds NaN or inf",
-        data_loader=batches,
-    )
-    assert "bfloat16 or float32" in message
+    match = "layer 'model.layers.1.self_attn.q_proj': its input holds NaN or inf.*bfloat16 or float32"
+    refused(mts.sparsify, model, match=match, data_loader=batches)
     mts.sparsify(model, data_loader=batches[:1], progress=False)
 
 
@@ -78,19 +61,6 @@ class KeepLast(mts.Method):
         return mts.Solution((weight * 3).masked_fill(~mask, 0), mask, 0.0)
 
 
-class Pressed(Recording):
-    """Ctrl-C in the solver, at the given layer."""
-
-    def __init__(self, at: int) -> None:
-        super().__init__()
-        self.at = at
-
-    def solve(self, weight, state, pattern, options):
-        if len(self.seen) == self.at:
-            raise KeyboardInterrupt
-        return super().solve(weight, state, pattern, options)
-
-
 def assert_half_done(model: nn.Module, before: Snapshot, blocks_done: int, within: list[str]) -> None:
     """Flags and hooks as before, the first blocks sparse and valid, the others as they were."""
     now = Snapshot(model).look
@@ -104,27 +74,6 @@ def assert_half_done(model: nn.Module, before: Snapshot, blocks_done: int, withi
         assert sum(name.startswith(path) for name in masks) == len(matrices_of(model, [path]))
     if done:
         assert len(mts.verify(model, "2:4").layers) == len(matrices_of(model, done))
-
-
-@pytest.mark.parametrize("sequential", ["block", "stage"])
-def test_ctrl_c_in_the_solver(sequential):
-    """In block 1: block 0 is sparse, block 1 is as it was, nothing else is left, and a second call works."""
-    model = tiny_llama().train()
-    snapshot = Snapshot(model)
-    with pytest.raises(KeyboardInterrupt):
-        mts.sparsify(model, Pressed(7), data_loader=token_batches(), sequential=sequential, progress=False)
-    assert_half_done(model, snapshot, 1, LAYERS)
-    assert len(mts.report(model).layers) == 7
-    mts.sparsify(model, data_loader=token_batches(), sequential=sequential, progress=False)
-    assert len(mts.verify(model, "2:4").layers) == 14
-
-
-def test_ctrl_c_in_the_solver_with_dense_inputs():
-    model = tiny_llama()
-    snapshot = Snapshot(model)
-    with pytest.raises(KeyboardInterrupt):
-        mts.sparsify(model, Pressed(7), data_loader=token_batches(), sequential="none", progress=False)
-    assert_half_done(model, snapshot, 1, LAYERS)
 
 
 @pytest.mark.parametrize("kind", [Stacked, Between], ids=["chained", "whole model"])
@@ -157,22 +106,6 @@ def test_ctrl_c_in_any_forward(kind):
             done.add(blocks_done)
     assert limit > 12
     assert done == {0, 1, 2}
-
-
-def test_an_error_in_the_solver_names_the_layer():
-    class Failing(Recording):
-        def solve(self, weight, state, pattern, options):
-            if len(self.seen) == 8:
-                raise ValueError("no solution")
-            return super().solve(weight, state, pattern, options)
-
-    model = tiny_llama()
-    snapshot = Snapshot(model)
-    with pytest.raises(ValueError, match=r"layer 'model.layers.1.self_attn.k_proj': no solution"):
-        mts.sparsify(model, Failing(), data_loader=token_batches(), progress=False)
-    assert len(list(mts.named_masks(model))) == 8
-    now = Snapshot(model).look
-    assert all(now[key] == value for key, value in snapshot.look.items() if key[0] == "flags")
 
 
 @pytest.mark.parametrize("sequential", ["block", "stage", "none"])

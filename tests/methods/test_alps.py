@@ -103,17 +103,3 @@ def test_more_iterations_than_it_takes_to_settle_change_nothing():
     )
     assert not torch.equal(short.mask, found[0].mask)
     assert found[0].error < short.error
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"damping": 0}, r"alps: damping=0: must be a number in \(0, 1\]"),
-        ({"damping": "1e-2"}, "alps: damping='1e-2': must be a number"),
-        ({"iterations": 0}, "alps: iterations=0: must be a positive whole number"),
-        ({"refit_iterations": True}, "alps: refit_iterations=True: must be a positive whole number"),
-    ],
-)
-def test_options_that_make_no_sense(options, message):
-    with pytest.raises(ValueError, match=message):
-        METHODS["alps"].check({**METHODS["alps"].options, **options})

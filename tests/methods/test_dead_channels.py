@@ -7,10 +7,11 @@ from torch import Tensor
 
 from modelopt_sparse.methods import METHODS
 from modelopt_sparse.methods.alps import Scaled, polish
-from modelopt_sparse.methods.base import Method, Solution, Stats, masked_solution
+from modelopt_sparse.methods.base import Method, Solution, masked_solution
 from modelopt_sparse.methods.patterns import NM, parse_pattern
 from tests.helpers import correlated_inputs
 from tests.oracles import reference
+from tests.oracles.layer_problem import solved, stats_of
 
 DEAD = [1, 2, 8, 9, 10, 11, 30]  # part of the first and of the last group of 4, and all of the third one
 CALIBRATED = [name for name, method in METHODS.items() if method.needs != "nothing"]
@@ -26,17 +27,6 @@ def problem(dead: list[int], rows: int = 12, columns: int = 32) -> tuple[Tensor,
     return torch.randn(rows, columns, generator=torch.Generator().manual_seed(3)), inputs
 
 
-def stats_of(inputs: Tensor) -> Stats:
-    gram = inputs.mT @ inputs
-    return Stats(inputs.shape[-2], gram.diagonal(dim1=-2, dim2=-1).clone(), gram)
-
-
-def solve(name: str, weight: Tensor, stats: Stats, pattern: str) -> Solution:
-    method = METHODS[name]
-    spelled = parse_pattern(pattern).with_scope(method.scope)
-    return method.solve(weight, method.prepare(stats, method.options), spelled, method.options)
-
-
 def size(name: str, weight: Tensor) -> Tensor:
     """What a method calls the size of a weight."""
     if name == "ria":  # relative to the weights of its row and of its column
@@ -47,7 +37,7 @@ def size(name: str, weight: Tensor) -> Tensor:
 @every_calibrated_method
 def test_a_group_whose_channels_are_all_dead_is_pruned_by_size_alone(name):
     weight, inputs = problem(DEAD)
-    mask = solve(name, weight, stats_of(inputs), "2:4").mask
+    mask = solved(name, weight, stats_of(inputs), "2:4").mask
     assert torch.equal(mask[:, 8:12], reference.nm_mask(size(name, weight)[:, 8:12], 2, 4))
 
 
@@ -55,7 +45,7 @@ def test_a_group_whose_channels_are_all_dead_is_pruned_by_size_alone(name):
 @every_pattern
 def test_where_nothing_lives_the_whole_matrix_is_pruned_by_size_alone(name, pattern):
     weight, inputs = problem(list(range(32)))
-    solution = solve(name, weight, stats_of(inputs), pattern)
+    solution = solved(name, weight, stats_of(inputs), pattern)
     spelled = parse_pattern(pattern).with_scope(METHODS[name].scope)
     if isinstance(spelled, NM):
         expected = reference.nm_mask(size(name, weight), spelled.n, spelled.m)
@@ -70,7 +60,7 @@ def test_where_nothing_lives_the_whole_matrix_is_pruned_by_size_alone(name, patt
 def test_what_stays_of_dead_channels_are_the_dense_weights(name, pattern):
     """To the bit, in the number of places that the pattern promises; and the error knows nothing of them."""
     weight, inputs = problem(DEAD)
-    solution = solve(name, weight, stats_of(inputs), pattern)
+    solution = solved(name, weight, stats_of(inputs), pattern)
     stay = solution.mask[:, DEAD]
     assert stay.any()
     assert torch.equal(solution.weight[:, DEAD], weight[:, DEAD].masked_fill(~stay, 0))
@@ -108,9 +98,9 @@ def test_each_matrix_of_a_stack_has_dead_channels_of_its_own(name):
     inputs = torch.stack([correlated_inputs(64, 16, seed, dtype=torch.float32) for seed in range(3)])
     inputs[1][:, [0, 1, 4, 5, 6, 7]] = 0
     inputs[2] = 0
-    together = solve(name, weight, stats_of(inputs), "2:4")
+    together = solved(name, weight, stats_of(inputs), "2:4")
     for i in range(3):
-        alone = solve(name, weight[i], stats_of(inputs[i]), "2:4")
+        alone = solved(name, weight[i], stats_of(inputs[i]), "2:4")
         assert torch.equal(together.mask[i], alone.mask)
         torch.testing.assert_close(together.weight[i], alone.weight)
 
@@ -146,13 +136,13 @@ def test_a_method_of_ones_own_that_only_solves_gets_them_too():
     weight, inputs = problem(DEAD)
     method = Norms()
     solution = method.solve(weight, method.prepare(stats_of(inputs), {}), NM(2, 4), {})
-    assert torch.equal(solution.mask, solve("wanda", weight, stats_of(inputs), "2:4").mask)
+    assert torch.equal(solution.mask, solved("wanda", weight, stats_of(inputs), "2:4").mask)
 
 
 def test_polish_leaves_weights_of_dead_channels_dense_and_improves_the_others():
     weight, inputs = problem(DEAD)
     stats = stats_of(inputs)
-    solution = solve("wanda", weight, stats, "2:4")
+    solution = solved("wanda", weight, stats, "2:4")
     polished = polish(weight, solution, Scaled.of(stats, 0.01), 20)
     assert polished.error < 0.9 * solution.error
     assert not torch.equal(polished.weight, solution.weight)

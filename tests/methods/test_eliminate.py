@@ -15,7 +15,7 @@ from modelopt_sparse.methods.base import Solution, Stats
 from modelopt_sparse.methods.patterns import NM, Pattern, Unstructured, parse_pattern
 from modelopt_sparse.methods.sparsegpt import kernel_takes
 from tests.helpers import correlated_inputs, run_python
-from tests.oracles import reference
+from tests.oracles.layer_problem import one_at_a_time
 
 pytest.importorskip("triton", reason="Triton is not installed: it comes with the extra 'test' on Linux")
 from modelopt_sparse.methods import sweep_triton as eliminate_triton
@@ -82,30 +82,19 @@ def test_the_kernel_is_the_torch_path(pattern, device):
 
 
 @pytest.mark.parametrize(
-    ("lead", "own"), [((3,), ()), ((3,), (3,)), ((2, 2), (2, 2)), ((1,), (1,))], ids=["shared", "own", "two", "one"]
-)
-@pytest.mark.parametrize("pattern", ["2:4", "50% per matrix"])
-def test_stacks_share_a_factor_or_have_their_own(pattern, lead, own, device):
-    current, inverse, spelled = torch.randn(*lead, 5, 16), factor(16, *own), parse_pattern(pattern)
-    pruned, mask = fused(current, inverse, spelled, device)
-    for i, matrix in enumerate(current.view(-1, 5, 16)):
-        each = inverse.view(-1, 16, 16)[i] if own else inverse
-        expected, expected_mask = plain(matrix, each, spelled)
-        assert torch.equal(mask.view(-1, 5, 16)[i], expected_mask)
-        torch.testing.assert_close(pruned.view(-1, 5, 16)[i], expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("lead", "own"), [((3,), ()), ((3,), (3,)), ((2, 2), (2, 2)), ((2, 2), ())], ids=["shared", "own", "two", "one"]
+    ("lead", "own"),
+    [((3,), ()), ((3,), (3,)), ((2, 2), (2, 2)), ((2, 2), ()), ((1,), (1,))],
+    ids=["shared", "own", "two", "two shared", "one"],
 )
 @pytest.mark.parametrize("pattern", ["2:4", "1:3", "50% per row", "50% per matrix"])
-def test_the_torch_path_gives_stacks_what_it_gives_each_matrix(pattern, lead, own):
+def test_stacks_are_solved_as_each_of_their_matrices(pattern, lead, own, device):
+    """By both paths, with one factor for all of them or one for each."""
     current, inverse, spelled = torch.randn(*lead, 5, 24), factor(24, *own), parse_pattern(pattern)
-    pruned, mask = plain(current, inverse, spelled)
-    for i, matrix in enumerate(current.view(-1, 5, 24)):
-        expected, expected_mask = plain(matrix, inverse.view(-1, 24, 24)[i] if own else inverse, spelled)
-        assert torch.equal(mask.view(-1, 5, 24)[i], expected_mask)
-        torch.testing.assert_close(pruned.view(-1, 5, 24)[i], expected, rtol=1e-5, atol=1e-5)
+    for pruned, mask in (plain(current, inverse, spelled), fused(current, inverse, spelled, device)):
+        for i, matrix in enumerate(current.view(-1, 5, 24)):
+            expected, expected_mask = plain(matrix, inverse.view(-1, 24, 24)[i] if own else inverse, spelled)
+            assert torch.equal(mask.view(-1, 5, 24)[i], expected_mask)
+            torch.testing.assert_close(pruned.view(-1, 5, 24)[i], expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(3, 1), (2, 3), (5, 8), (1, 13), (19, 40), (2, 130)])
@@ -227,58 +216,43 @@ def solve(weight: Tensor, gram: Tensor, pattern: Pattern, device: str, **options
     return SPARSEGPT.solve(weight.to(device), state, pattern.with_scope("matrix"), options)
 
 
-def one_at_a_time(weight: Tensor, gram: Tensor, pattern: Pattern, block_size: int) -> tuple[Tensor, Tensor]:
-    if isinstance(pattern, NM):
-        return reference.sparsegpt(weight, gram, nm=(pattern.n, pattern.m))
-    scope = pattern.scope or "matrix"
-    return reference.sparsegpt(weight, gram, sparsity=pattern.sparsity, scope=scope, block_size=block_size)
+def assert_as_one_at_a_time(
+    weight: Tensor, gram: Tensor, spelled: str, device: str, block_size: int = 128, rtol: float = 1e-3
+) -> None:
+    """``gram``: in float64, of each matrix of a stack or of all of them."""
+    pattern = parse_pattern(spelled)
+    found = solve(weight, gram.float(), pattern, device, block_size=block_size)
+    assert found.weight.dtype == weight.dtype
+    solved, masks = (x.cpu().view(-1, *weight.shape[-2:]) for x in (found.weight, found.mask))
+    for i, matrix in enumerate(weight.view(-1, *weight.shape[-2:])):
+        gram_of_matrix = gram[i] if gram.dim() == 3 else gram
+        pruned, mask = one_at_a_time(matrix.double(), gram_of_matrix, pattern, block_size)
+        assert torch.equal(masks[i], mask)
+        torch.testing.assert_close(solved[i].double(), pruned, rtol=rtol, atol=rtol / 10)
+
+
+def gram_of(columns: int, seed: int = 0) -> Tensor:
+    inputs = correlated_inputs(4 * columns, columns, seed)
+    return inputs.T @ inputs
 
 
 @pytest.mark.parametrize("block_size", [16, 128])
 @pytest.mark.parametrize("pattern", ["2:4", "4:8", "50% per row", "70% per matrix"])
 def test_solving_through_the_kernel_agrees_with_one_weight_at_a_time(pattern, block_size, through_kernel):
     """40 columns: with blocks of 16 the last one is short."""
-    inputs, spelled = correlated_inputs(160, 40), parse_pattern(pattern)
-    gram, weight = inputs.T @ inputs, torch.randn(7, 40, dtype=torch.float64)
-    pruned, mask = one_at_a_time(weight, gram, spelled, block_size)
-    found = solve(weight.float(), gram.float(), spelled, through_kernel, block_size=block_size)
-    assert torch.equal(found.mask.cpu(), mask)
-    torch.testing.assert_close(found.weight.cpu(), pruned.float(), rtol=1e-3, atol=1e-4)
+    assert_as_one_at_a_time(torch.randn(7, 40), gram_of(40), pattern, through_kernel, block_size)
 
 
-@pytest.mark.parametrize("shared", [True, False], ids=["shared factor", "own factors"])
 @pytest.mark.parametrize("pattern", ["2:4", "50% per matrix"])
-def test_a_stack_through_the_kernel_agrees_with_one_weight_at_a_time(pattern, shared, through_kernel):
-    spelled, weight = parse_pattern(pattern), torch.randn(3, 5, 24, dtype=torch.float64)
-    inputs = [correlated_inputs(96, 24, seed=0 if shared else i) for i in range(3)]
-    grams = torch.stack([x.T @ x for x in inputs])
-    found = solve(weight.float(), (grams[0] if shared else grams).float(), spelled, through_kernel, block_size=16)
-    for i in range(3):
-        pruned, mask = one_at_a_time(weight[i], grams[i], spelled, 16)
-        assert torch.equal(found.mask[i].cpu(), mask)
-        torch.testing.assert_close(found.weight[i].cpu(), pruned.float(), rtol=1e-3, atol=1e-4)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("pattern", ["2:4", "50%"])
-def test_half_precision_weights_are_solved_in_float32(pattern, dtype, through_kernel):
-    inputs, spelled = correlated_inputs(160, 40), parse_pattern(pattern)
-    gram, weight = inputs.T @ inputs, torch.randn(7, 40).to(dtype)
-    pruned, mask = one_at_a_time(weight.double(), gram, spelled, 128)
-    found = solve(weight, gram.float(), spelled, through_kernel)
-    assert found.weight.dtype == dtype
-    assert torch.equal(found.mask.cpu(), mask)
-    torch.testing.assert_close(found.weight.cpu().double(), pruned, rtol=0.01, atol=1e-3)
-
-
-def test_dead_channels_through_the_kernel(through_kernel):
-    inputs, weight = correlated_inputs(96, 24), torch.randn(5, 24)
-    inputs[:, [0, 5, 8, 9, 10, 11]] = 0
-    gram = inputs.T @ inputs
-    pruned, mask = one_at_a_time(weight.double(), gram, NM(2, 4), 128)
-    found = solve(weight, gram.float(), NM(2, 4), through_kernel)
-    assert torch.equal(found.mask.cpu(), mask)
-    torch.testing.assert_close(found.weight.cpu(), pruned.float(), rtol=1e-3, atol=1e-4)
+def test_stacks_half_precision_and_dead_channels_through_the_kernel(pattern, through_kernel):
+    """A stack with one factor and with one for each; weights of 16 bits are solved in float32."""
+    stack, grams = torch.randn(3, 5, 24), torch.stack([gram_of(24, seed) for seed in range(3)])
+    for gram in (grams[0], grams):
+        assert_as_one_at_a_time(stack, gram, pattern, through_kernel, 16)
+    for dtype in (torch.bfloat16, torch.float16):
+        assert_as_one_at_a_time(torch.randn(7, 40).to(dtype), gram_of(40), pattern, through_kernel, rtol=0.01)
+    alive = torch.ones(24).index_fill(0, torch.tensor([0, 5, 8, 9, 10, 11]), 0)
+    assert_as_one_at_a_time(torch.randn(5, 24), grams[0] * alive * alive[:, None], pattern, through_kernel)
 
 
 # which path ----------------------------------------------------------------------------------------------------------

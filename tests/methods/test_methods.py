@@ -13,6 +13,7 @@ from modelopt_sparse.methods.base import STRIP, Method, Solution, Stats, relativ
 from modelopt_sparse.methods.patterns import NM, parse_pattern
 from tests.helpers import correlated_inputs
 from tests.oracles import reference
+from tests.oracles.layer_problem import solved, stats_of
 
 # method -> (options, kept weights stay as they were)
 METHOD_CASES = {
@@ -64,14 +65,10 @@ def weight_and_inputs(shape: str, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def sums(inputs: Tensor) -> Stats:
-    gram = (inputs.mT @ inputs).float()
-    return Stats(inputs.shape[-2], gram.diagonal(dim1=-2, dim2=-1).clone(), gram)
-
-
-def solve(name: str, weight: Tensor, stats: Stats, pattern: str) -> Solution:
-    method, options = METHODS[name], METHOD_CASES[name][0]
-    spelled = parse_pattern(pattern).with_scope(method.scope)
-    return method.solve(weight, method.prepare(stats, options), spelled, options)
+    """In float32, of products in float64."""
+    exact = stats_of(inputs)
+    assert exact.gram is not None
+    return Stats(exact.tokens, exact.square_sums.float(), exact.gram.float())
 
 
 def test_every_registered_method_goes_through_the_contract():
@@ -141,7 +138,7 @@ def test_contract(name, pattern, dtype, shape):
 def test_scaling_the_weight_by_two_scales_the_solution(name, pattern, shape):
     exact, inputs = weight_and_inputs(shape)
     weight, stats = exact.float(), sums(inputs)
-    one, two = solve(name, weight, stats, pattern), solve(name, 2 * weight, stats, pattern)
+    one, two = solved(name, weight, stats, pattern), solved(name, 2 * weight, stats, pattern)
     assert torch.equal(one.mask, two.mask)
     assert torch.equal(2 * one.weight, two.weight)
     assert two.error == pytest.approx(one.error, rel=1e-6)
@@ -152,7 +149,7 @@ def test_scaling_the_weight_by_two_scales_the_solution(name, pattern, shape):
 def test_permuting_the_rows_permutes_the_solution(name, pattern):
     exact, inputs = weight_and_inputs("matrix")
     order = torch.randperm(len(exact), generator=torch.Generator().manual_seed(1))
-    plain, permuted = (solve(name, w.float(), sums(inputs), pattern) for w in (exact, exact[order]))
+    plain, permuted = (solved(name, w.float(), sums(inputs), pattern) for w in (exact, exact[order]))
     assert torch.equal(plain.mask[order], permuted.mask)
     torch.testing.assert_close(plain.weight[order], permuted.weight)
 
@@ -163,9 +160,9 @@ def test_permuting_the_rows_permutes_the_solution(name, pattern):
 def test_stacked_matrices_are_solved_as_if_each_were_alone(name, pattern, shape):
     exact, inputs = weight_and_inputs(shape)
     weight = exact.float()
-    together = solve(name, weight, sums(inputs), pattern)
+    together = solved(name, weight, sums(inputs), pattern)
     for i, matrix in enumerate(weight):
-        alone = solve(name, matrix, sums(inputs if inputs.dim() == 2 else inputs[i]), pattern)
+        alone = solved(name, matrix, sums(inputs if inputs.dim() == 2 else inputs[i]), pattern)
         assert torch.equal(together.mask[i], alone.mask)
         torch.testing.assert_close(together.weight[i], alone.weight)
 
@@ -175,7 +172,7 @@ def test_stacked_matrices_are_solved_as_if_each_were_alone(name, pattern, shape)
 @pytest.mark.parametrize("shape", ["matrix", "more than one block", "stack", "stack with one input", "dead channels"])
 def test_the_error_is_that_of_the_output_on_the_inputs_themselves(name, pattern, shape):
     exact, inputs = weight_and_inputs(shape)
-    solution = solve(name, exact.float(), sums(inputs), pattern)
+    solution = solved(name, exact.float(), sums(inputs), pattern)
     assert solution.error == pytest.approx(reference.output_error(exact.float(), solution.weight, inputs), rel=1e-4)
 
 
@@ -242,10 +239,24 @@ def test_ria_scores_rows_and_columns_of_zeros_as_zero():
     assert solution.weight.tolist() == [[0, 0, 0, 0], [0, 0, 0, 5]]
 
 
-@pytest.mark.parametrize("alpha", [-0.1, 1.5, "0.5", None, True, float("nan")])
-def test_ria_refuses_a_power_that_makes_no_sense(alpha):
-    with pytest.raises(ValueError, match=r"ria: alpha=.*: must be a number in \[0, 1\]"):
-        METHODS["ria"].check({"alpha": alpha})
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "values", "words"),
+    [
+        ("ria", "alpha", [-0.1, 1.5, "0.5", None, True, NAN], r"must be a number in \[0, 1\]"),
+        ("sparsegpt", "damping", [0, -0.1, 1.5, "1e-2", None, True, NAN], r"must be a number in \(0, 1\]"),
+        ("sparsegpt", "block_size", [0, -8, 12.5, "128", None, True], "must be a positive whole number"),
+        ("alps", "damping", [0, "1e-2"], r"must be a number in \(0, 1\]"),
+        ("alps", "iterations", [0], "must be a positive whole number"),
+        ("alps", "refit_iterations", [True], "must be a positive whole number"),
+    ],
+)
+def test_options_that_make_no_sense(name, option, values, words):
+    for value in values:
+        with pytest.raises(ValueError, match=f"{name}: {option}=.*: {words}"):
+            METHODS[name].check({**METHODS[name].options, option: value})
 
 
 # error and statistics ------------------------------------------------------------------------------------------------

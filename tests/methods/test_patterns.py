@@ -247,8 +247,7 @@ def test_a_printed_pattern_parses_back_to_itself(pattern):
 
 
 @pytest.mark.parametrize(
-    ("pattern", "text"),
-    [(NM(2, 4), "2:4"), (Unstructured(0.29), "29%"), (Unstructured(0.125, "row"), "12.5% per row")],
+    ("pattern", "text"), [(NM(2, 4), "2:4"), (Unstructured(0.29), "29%"), (Unstructured(0.125, "row"), "12.5% per row")]
 )
 def test_patterns_print_as_users_write_them(pattern, text):
     assert str(pattern) == text

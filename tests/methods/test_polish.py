@@ -9,7 +9,7 @@ from modelopt_sparse.methods import METHODS
 from modelopt_sparse.methods.alps import Scaled, polish, refit, squared_error
 from modelopt_sparse.methods.base import Solution, Stats, relative_error
 from modelopt_sparse.methods.patterns import parse_pattern
-from tests.helpers import assert_bits, tiny_llama, token_batches
+from tests.helpers import assert_bits, assert_same_masks, tiny_llama, token_batches
 from tests.oracles.layer_problem import DAMPING, damped, exact_refit, objective, problem, solved
 
 PATTERNS = ["2:4", "4:8", "50%", "70%"]
@@ -153,9 +153,7 @@ def test_sparsify_polishes_any_method_and_reports_both_errors(method):
     plain, better = (tiny_llama(num_hidden_layers=1) for _ in range(2))
     mts.sparsify(plain, method, data_loader=token_batches(), sequential="none")
     mts.sparsify(better, method, data_loader=token_batches(), sequential="none", polish=True)
-    masks = dict(mts.named_masks(plain))
-    for name, mask in mts.named_masks(better):
-        assert torch.equal(mask, masks[name])
+    assert_same_masks(better, plain)
     for layer, before in zip(mts.report(better).layers, mts.report(plain).layers):
         assert layer.recipe == f"{method}+polish"
         first, second = layer.steps

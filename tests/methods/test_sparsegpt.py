@@ -1,6 +1,7 @@
 """SparseGPT against one weight at a time with fresh inverses; better than the mask-only methods; robust."""
 
 import functools
+import re
 
 import pytest
 import torch
@@ -11,13 +12,9 @@ from modelopt_sparse.methods.base import Solution, Stats
 from modelopt_sparse.methods.patterns import NM, Pattern, Unstructured, parse_pattern
 from tests.helpers import correlated_inputs
 from tests.oracles import reference
+from tests.oracles.layer_problem import one_at_a_time, stats_of
 
 SPARSEGPT = METHODS["sparsegpt"]
-
-
-def stats_of(inputs: Tensor) -> Stats:
-    gram = inputs.mT @ inputs
-    return Stats(len(inputs), gram.diagonal().clone(), gram)
 
 
 def of_gram(gram: Tensor) -> Stats:
@@ -47,50 +44,46 @@ BLOCK_SIZES = [8, 16, 128, 6]  # 6 is no multiple of M, and 48 columns are no mu
 
 
 @functools.cache
-def expected_nm(n: int, m: int, damping: float) -> tuple[Tensor, Tensor]:
+def expected(pattern: Pattern, block_size: int, damping: float) -> tuple[Tensor, Tensor]:
     weight, inputs = problem(5, 48)
-    return reference.sparsegpt(weight, inputs.mT @ inputs, nm=(n, m), damping=damping)
+    return one_at_a_time(weight, inputs.mT @ inputs, pattern, block_size, damping)
 
 
-@pytest.mark.parametrize(("damping", "block_size"), [*((0.01, size) for size in BLOCK_SIZES), (0.3, 16)])
-@pytest.mark.parametrize("pattern", ["2:4", "1:4", "3:4", "4:8", "2:8", "4:16", "1:3"])
-def test_nm_agrees_with_one_weight_at_a_time_whatever_the_block_size(pattern, block_size, damping):
-    weight, inputs = problem(5, 48)
-    nm = parse_pattern(pattern)
-    pruned, mask = expected_nm(nm.n, nm.m, damping)
-    found = solve(weight, stats_of(inputs), nm, block_size=block_size, damping=damping)
+def assert_as_one_at_a_time(
+    weight: Tensor, inputs: Tensor, pattern: Pattern, block_size: int, rtol: float = 1e-8
+) -> None:
+    pruned, mask = one_at_a_time(weight, inputs.mT @ inputs, pattern, block_size)
+    found = solve(weight, stats_of(inputs), pattern, block_size=block_size)
+    assert torch.equal(found.mask, mask)
+    torch.testing.assert_close(found.weight, pruned, rtol=rtol, atol=rtol / 100)
+
+
+@pytest.mark.parametrize(("damping", "block_size"), [*((0.01, size) for size in [*BLOCK_SIZES, 40]), (0.3, 16)])
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        *("2:4", "1:4", "3:4", "4:8", "2:8", "4:16", "1:3"),
+        *(f"{level} per {scope}" for level in ("50%", "70%", "29%") for scope in ("row", "matrix")),
+    ],
+)
+def test_solutions_agree_with_one_weight_at_a_time_whatever_the_block_size(pattern, block_size, damping):
+    """In float64, and in float32 with the same mask."""
+    (weight, inputs), spelled = problem(5, 48), parse_pattern(pattern)
+    pruned, mask = expected(spelled, 0 if isinstance(spelled, NM) else block_size, damping)
+    options = {"block_size": block_size, "damping": damping}
+    found = solve(weight, stats_of(inputs), spelled, **options)
     assert torch.equal(found.mask, mask)
     torch.testing.assert_close(found.weight, pruned, rtol=1e-8, atol=1e-10)
-    in_float32 = solve(weight.float(), stats_of(inputs.float()), nm, block_size=block_size, damping=damping)
+    in_float32 = solve(weight.float(), stats_of(inputs.float()), spelled, **options)
     assert torch.equal(in_float32.mask, mask)
     torch.testing.assert_close(in_float32.weight, pruned.float(), rtol=1e-3, atol=1e-4)
-
-
-@pytest.mark.parametrize("block_size", [*BLOCK_SIZES, 40])
-@pytest.mark.parametrize("scope", ["row", "matrix"])
-@pytest.mark.parametrize("sparsity", [0.5, 0.7, 0.29])
-def test_unstructured_agrees_with_one_weight_at_a_time(scope, sparsity, block_size):
-    weight, inputs = problem(5, 48)
-    pruned, mask = reference.sparsegpt(
-        weight, inputs.mT @ inputs, sparsity=sparsity, scope=scope, block_size=block_size
-    )
-    found = solve(weight, stats_of(inputs), Unstructured(sparsity, scope), block_size=block_size)
-    assert torch.equal(found.mask, mask)
-    torch.testing.assert_close(found.weight, pruned, rtol=1e-8, atol=1e-10)
-    in_float32 = solve(weight.float(), stats_of(inputs.float()), Unstructured(sparsity, scope), block_size=block_size)
-    assert torch.equal(in_float32.mask, mask)
 
 
 @pytest.mark.parametrize("pattern", ["2:4", "50% per row", "50% per matrix"])
 def test_dead_channels_agree_with_one_weight_at_a_time(pattern):
     weight, inputs = problem(5, 32)
     inputs[:, [0, 5, 8, 9, 10, 11, 31]] = 0
-    spelled = parse_pattern(pattern)
-    choice = {"nm": (2, 4)} if isinstance(spelled, NM) else {"sparsity": 0.5, "scope": spelled.scope}
-    pruned, mask = reference.sparsegpt(weight, inputs.mT @ inputs, block_size=16, **choice)
-    found = solve(weight, stats_of(inputs), spelled, block_size=16)
-    assert torch.equal(found.mask, mask)
-    torch.testing.assert_close(found.weight, pruned, rtol=1e-8, atol=1e-10)
+    assert_as_one_at_a_time(weight, inputs, parse_pattern(pattern), 16)
 
 
 @pytest.mark.parametrize(
@@ -99,15 +92,7 @@ def test_dead_channels_agree_with_one_weight_at_a_time(pattern):
 )
 def test_wide_blocks_and_a_short_last_one_agree_with_one_weight_at_a_time(columns, block_size, pattern):
     """The errors of a column reach all later ones, further than 64 columns and from block to block."""
-    weight, inputs = problem(3, columns)
-    chosen = parse_pattern(pattern).with_scope("matrix")
-    how = {"nm": (chosen.n, chosen.m)} if isinstance(chosen, NM) else {"sparsity": chosen.sparsity}
-    if isinstance(chosen, Unstructured):
-        how |= {"scope": chosen.scope, "block_size": block_size}
-    pruned, mask = reference.sparsegpt(weight, inputs.mT @ inputs, **how)
-    found = solve(weight, stats_of(inputs), chosen, block_size=block_size)
-    assert torch.equal(found.mask, mask)
-    torch.testing.assert_close(found.weight, pruned, rtol=1e-7, atol=1e-9)
+    assert_as_one_at_a_time(*problem(3, columns), parse_pattern(pattern), block_size, rtol=1e-7)
 
 
 @pytest.mark.parametrize("pattern", ["2:4", "50% per row"])
@@ -231,29 +216,8 @@ def test_what_float32_cannot_factorize_is_factorized_in_float64():
     assert torch.isfinite(found.weight).all()
 
 
-def test_a_gram_matrix_that_no_damping_helps_is_an_error_that_says_what_to_do():
-    gram = -torch.eye(8)
-    message = r"the Gram matrix \[8, 8\] cannot be factorized: "
-    with pytest.raises(ValueError, match=f"{message}give more data, or use 'wanda'"):
-        solve(torch.randn(2, 8), of_gram(gram), NM(2, 4))
-
-
-def test_one_bad_matrix_of_a_stack_is_seen():
-    gram = torch.stack([torch.eye(8), -torch.eye(8)])
-    with pytest.raises(ValueError, match=r"the Gram matrix \[2, 8, 8\] cannot be factorized"):
-        solve(torch.randn(2, 3, 8), of_gram(gram), NM(2, 4))
-
-
-# options -------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("damping", [0, -0.1, 1.5, "1e-2", None, True, float("nan")])
-def test_damping_is_a_number_above_zero_and_at_most_one(damping):
-    with pytest.raises(ValueError, match=r"sparsegpt: damping=.*: must be a number in \(0, 1\]"):
-        SPARSEGPT.check({"damping": damping, "block_size": 128})
-
-
-@pytest.mark.parametrize("block_size", [0, -8, 12.5, "128", None, True])
-def test_block_size_is_a_positive_number_of_columns(block_size):
-    with pytest.raises(ValueError, match=r"sparsegpt: block_size=.*: must be a positive whole number"):
-        SPARSEGPT.check({"damping": 0.01, "block_size": block_size})
+@pytest.mark.parametrize("gram", [-torch.eye(8), torch.stack([torch.eye(8), -torch.eye(8)])], ids=["one", "of a stack"])
+def test_a_gram_matrix_that_no_damping_helps_is_an_error_that_says_what_to_do(gram):
+    message = re.escape(f"the Gram matrix {[*gram.shape]} cannot be factorized: give more data, or use 'wanda'")
+    with pytest.raises(ValueError, match=message):
+        solve(torch.randn(*gram.shape[:-2], 3, 8), of_gram(gram), NM(2, 4))

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import modelopt_sparse as mts
+from tests.helpers import Snapshot, plain_from_pretrained
 from tests.models.architectures import ARCHITECTURES
-from tests.oracles.brute_force import Recording, Seen, assert_stats, brute_force, call_model, make_sparse, matrices_of
+from tests.oracles.brute_force import Recording, assert_stats, brute_force, call_model, matrices_of, stepwise
 
 pytestmark = pytest.mark.core
 
@@ -55,25 +56,18 @@ def test_grams_of_the_dense_model(name, side):
 
 
 @every_architecture
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_grams_of_the_half_sparse_model(name, side):
+def test_grams_of_the_half_sparse_model(name):
     """With sequential="block" they are those of the model with the blocks before it sparse and the others dense."""
     architecture, method = ARCHITECTURES[name], Recording()
     dense = architecture.build()
-    sparse = sparsified(name, method, side, sequential="block")
+    sparse = sparsified(name, method, "left", sequential="block")
     blocks = architecture.block_names(dense)
-    matrices = matrices_of(dense, blocks)
-    half_sparse, expected = copy.deepcopy(dense), Seen()
-    for block in blocks:
-        seen = brute_force(half_sparse, architecture.batches(side), [block], architecture.real)
-        expected.grams.update(seen.grams)
-        expected.tokens.update(seen.tokens)
-        make_sparse(half_sparse, sparse, [block])
-    assert_stats(method.by_layer(matrices), expected)
+    found = method.by_layer(matrices_of(dense, blocks))
+    steps = [[block] for block in blocks]
+    assert_stats(found, stepwise(dense, sparse, architecture.batches("left"), steps, architecture.real))
 
 
-@every_architecture
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(("name", "dtype"), [*((name, "bfloat16") for name in ARCHITECTURES), ("llama", "float16")])
 def test_grams_under_autocast(name, dtype):
     """They are those of the dense model run under it, and float32. What lies behind an attention or a mixture that is
     one module, the oracle computes in another precision."""
@@ -112,38 +106,6 @@ def test_layers_that_get_one_input_share_one_stats_object(name):
             assert (stats[one] is stats[other]) == same, (one, other)
 
 
-SHARED = {
-    "llama": (
-        "model.layers.0.",
-        [{"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"}, {"mlp.gate_proj", "mlp.up_proj"}],
-    ),
-    "gpt2": ("transformer.h.0.", []),
-    "t5": (
-        "decoder.block.0.",
-        [
-            {f"layer.0.SelfAttention.{letter}" for letter in "qkv"},
-            {f"layer.1.EncDecAttention.{letter}" for letter in "kv"},
-            {"layer.2.DenseReluDense.wi_0", "layer.2.DenseReluDense.wi_1"},
-        ],
-    ),
-}
-
-
-@pytest.mark.parametrize("name", SHARED)
-def test_who_shares_an_input(name):
-    """The groups of one block, by eye."""
-    architecture, method = ARCHITECTURES[name], Recording()
-    block, expected = SHARED[name]
-    dense = architecture.build()
-    sparsified(name, method)
-    groups: dict[int, set[str]] = {}
-    for layer, stats in method.by_layer(matrices_of(dense, architecture.block_names(dense))).items():
-        if layer.startswith(block):
-            groups.setdefault(id(stats), set()).add(layer.removeprefix(block))
-    found = [group for group in groups.values() if len(group) > 1]
-    assert sorted(found, key=sorted) == sorted(expected, key=sorted)
-
-
 # what is pruned, and what stays -------------------------------------------------------------------------------------
 
 
@@ -176,8 +138,7 @@ def test_the_folder_loads_into_the_plain_model_and_gives_the_same_output(name, t
     sparse = sparsified(name)
     mts.save(sparse, tmp_path / "sparse")
     if isinstance(sparse, PreTrainedModel):
-        plain, loading = type(architecture.make()).from_pretrained(tmp_path / "sparse", output_loading_info=True)
-        assert not any(loading[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+        plain = plain_from_pretrained(tmp_path / "sparse", type(architecture.make()))
     else:
         plain = architecture.make()
         plain.load_state_dict(load_file(tmp_path / "sparse" / "model.safetensors"))
@@ -197,33 +158,19 @@ def test_the_model_comes_back_as_it_was(name):
     architecture = ARCHITECTURES[name]
     model = architecture.build()
     model(**architecture.batches("right")[0])  # in the first call transformers installs hooks of its own in some models
-    modules = dict(model.named_modules())
     for index, parameter in enumerate(model.parameters()):
         parameter.requires_grad_(index % 3 != 0)
-    for index, module in enumerate(modules.values()):
+    for index, module in enumerate(model.modules()):
         module.training = index % 2 == 0
-    configs = [module.config for module in modules.values() if isinstance(module, PreTrainedModel)]
-    for config in configs:
-        config.use_cache = True
-    before = look(model)
+        if isinstance(module, PreTrainedModel):
+            module.config.use_cache = True
+    before, modules = Snapshot(model).look, list(model.modules())
     mts.sparsify(model, "sparsegpt", data_loader=architecture.batches("right"), progress=False)
-    after = look(model)
-    assert all(config.use_cache is True for config in configs)
-    for what in before:
-        assert before[what] == after[what], what
-
-
-def look(model: nn.Module) -> dict[str, object]:
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    modules = dict(model.named_modules(remove_duplicate=False))
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_state_dict_hooks")
-    return {
-        "objects and ties": {key: id(value) for key, value in parameters.items()},
-        "requires_grad": {key: value.requires_grad for key, value in parameters.items()},
-        "grad": {key: value.grad for key, value in parameters.items()},
-        "dtype and device": {key: (value.dtype, value.device) for key, value in parameters.items()},
-        "leaves": {key: value.is_leaf for key, value in parameters.items()},
-        "training": {key: module.training for key, module in modules.items()},
-        "modules": {key: id(module) for key, module in modules.items()},
-        "hooks": {key: [len(getattr(module, kind)) for kind in hooks] for key, module in modules.items()},
-    }
+    after = Snapshot(model).look
+    for key, value in before.items():
+        if key[0] in ("switches", "flags", "parameter"):
+            assert after[key] == value, key
+        if key[0] == "tensor":  # its values may be others, its holder, dtype, shape and requires_grad are not
+            assert after[key][:2] == value[:2], key
+    assert all(one is other for one, other in zip(modules, model.modules(), strict=True))
+    assert all(parameter.is_leaf and parameter.grad is None for parameter in model.parameters())

@@ -1,18 +1,11 @@
 """Where a model's layer stacks are found."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
+import transformers as hf
 from torch import nn
-from transformers import (
-    MixtralConfig,
-    MixtralForCausalLM,
-    ResNetConfig,
-    ResNetForImageClassification,
-    SwinConfig,
-    SwinForImageClassification,
-    T5Config,
-    T5ForConditionalGeneration,
-)
 
 from modelopt_sparse.model.find import find_layers, find_stacks
 from tests.helpers import tiny_llama
@@ -44,100 +37,89 @@ def numbered(name: str, count: int) -> list[str]:
     return [f"{name}.{i}" for i in range(count)]
 
 
-def test_a_llama_has_one_stack_of_its_decoder_layers():
-    assert stacks_of(tiny_llama(num_hidden_layers=3)) == {"model.layers": numbered("model.layers", 3)}
-
-
-def test_a_single_layer_is_a_stack_as_well():
-    assert stacks_of(tiny_llama(num_hidden_layers=1)) == {"model.layers": ["model.layers.0"]}
-
-
-def test_an_encoder_decoder_has_two_stacks():
-    config = T5Config(num_layers=2, num_decoder_layers=3, d_model=16, d_ff=16, d_kv=8, num_heads=2, vocab_size=20)
+def on_meta(kind: type, config: hf.PreTrainedConfig) -> nn.Module:
     with torch.device("meta"):
-        model = T5ForConditionalGeneration(config)
-    assert stacks_of(model) == {
-        "encoder.block": numbered("encoder.block", 2),
-        "decoder.block": numbered("decoder.block", 3),
-    }
+        return kind(config)
 
 
-def test_the_stages_of_a_resnet_are_stacks_of_residual_blocks():
-    config = ResNetConfig(hidden_sizes=[8, 16], depths=[2, 3], embedding_size=8, layer_type="basic")
-    with torch.device("meta"):
-        model = ResNetForImageClassification(config)
-    assert stacks_of(model) == {
-        "resnet.encoder.stages.0.layers": numbered("resnet.encoder.stages.0.layers", 2),
-        "resnet.encoder.stages.1.layers": numbered("resnet.encoder.stages.1.layers", 3),
-    }
+def blocks(*kinds: type) -> nn.ModuleList:
+    return nn.ModuleList(kind() for kind in kinds)
 
 
-def test_stages_that_hold_more_than_their_inner_blocks_are_the_blocks_themselves():
-    """Swin's stages end in a projection of their own, which must not be left out of the walk."""
-    with torch.device("meta"):
-        model = SwinForImageClassification(SwinConfig(embed_dim=8, depths=[2, 2], num_heads=[2, 2]))
-    assert stacks_of(model) == {"swin.encoder.layers": numbered("swin.encoder.layers", 2)}
+def t5() -> nn.Module:
+    sizes = {"d_model": 16, "d_ff": 16, "d_kv": 8, "num_heads": 2, "vocab_size": 20}
+    return on_meta(hf.T5ForConditionalGeneration, hf.T5Config(num_layers=2, num_decoder_layers=3, **sizes))
 
 
-def test_fused_experts_do_not_change_what_a_block_is():
-    config = MixtralConfig(
-        num_hidden_layers=2, hidden_size=16, intermediate_size=16, num_attention_heads=2, num_key_value_heads=2,
-        vocab_size=20, num_local_experts=2,
-    )  # fmt: skip
-    with torch.device("meta"):
-        model = MixtralForCausalLM(config)
-    assert stacks_of(model) == {"model.layers": numbered("model.layers", 2)}
+def resnet() -> nn.Module:
+    config = hf.ResNetConfig(hidden_sizes=[8, 16], depths=[2, 3], embedding_size=8, layer_type="basic")
+    return on_meta(hf.ResNetForImageClassification, config)
 
 
-def test_a_list_of_experts_inside_a_block_is_no_stack_of_its_own():
-    model = nn.ModuleDict({"layers": nn.ModuleList(Block(Block(), Block(), Block()) for _ in range(2))})
-    assert stacks_of(model) == {"layers": ["layers.0", "layers.1"]}
+def swin() -> nn.Module:
+    """Its stages end in a projection of their own, which must not be left out of the walk."""
+    return on_meta(hf.SwinForImageClassification, hf.SwinConfig(embed_dim=8, depths=[2, 2], num_heads=[2, 2]))
 
 
-def test_nested_lists_that_hold_everything_are_the_stacks():
-    stages = nn.ModuleList(nn.Sequential(Block(), Block()) for _ in range(2))
-    assert stacks_of(nn.ModuleDict({"stages": stages})) == {
-        "stages.0": ["stages.0.0", "stages.0.1"],
-        "stages.1": ["stages.1.0", "stages.1.1"],
-    }
-
-
-def test_a_plain_mlp_is_one_block():
-    assert stacks_of(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))) == {"": [""]}
-
-
-def test_a_sequential_of_blocks_is_a_stack():
-    assert stacks_of(nn.Sequential(Block(), Block())) == {"": ["0", "1"]}
-
-
-def test_a_list_of_single_layers_beside_a_stack_is_no_stack():
-    model = nn.ModuleDict(
-        {
-            "stem": nn.Sequential(nn.Conv1d(8, 8, 3), nn.ReLU(), nn.Conv1d(8, 8, 3)),
-            "layers": nn.ModuleList([Block(), Block()]),
-            "heads": nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)]),
-        }
+def mixtral() -> nn.Module:
+    """Fused experts do not change what a block is."""
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
+    return on_meta(
+        hf.MixtralForCausalLM, hf.MixtralConfig(num_hidden_layers=2, vocab_size=20, num_local_experts=2, **sizes)
     )
-    assert stacks_of(model) == {"layers": ["layers.0", "layers.1"]}
 
 
-def test_a_mixed_list_is_a_stack_if_every_child_is_a_whole_block():
-    assert stacks_of(nn.ModuleDict({"layers": nn.ModuleList([Block(), OtherBlock(), Block()])})) == {
-        "layers": numbered("layers", 3)
-    }
-    mixed_with_a_layer = nn.ModuleList([Block(), nn.Linear(8, 8)])
-    assert stacks_of(nn.ModuleDict({"layers": mixed_with_a_layer})) == {"": [""]}
+def beside_lists_of_single_layers() -> nn.Module:
+    stem = nn.Sequential(nn.Conv1d(8, 8, 3), nn.ReLU(), nn.Conv1d(8, 8, 3))
+    heads = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+    return nn.ModuleDict({"stem": stem, "layers": blocks(Block, Block), "heads": heads})
 
 
-def test_children_without_prunable_layers_are_no_blocks():
-    layers = nn.ModuleList([Block(), nn.LayerNorm(8), Block()])
-    assert stacks_of(nn.ModuleDict({"layers": layers})) == {"layers": ["layers.0", "layers.2"]}
+def with_experts() -> nn.Module:
+    """A list of experts inside of a block is no stack of its own."""
+    return nn.ModuleDict({"layers": nn.ModuleList(Block(Block(), Block(), Block()) for _ in range(2))})
 
 
-def test_attention_read_by_its_parent_makes_a_block():
-    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-    assert stacks_of(nn.TransformerEncoder(layer, 2)) == {"layers": ["layers.0", "layers.1"]}
+def with_a_norm() -> nn.Module:
+    return nn.ModuleDict({"layers": nn.ModuleList([Block(), nn.LayerNorm(8), Block()])})
 
 
-def test_a_model_without_layers_has_no_stack():
-    assert stacks_of(nn.Sequential(nn.ReLU(), nn.LayerNorm(4))) == {}
+def nested() -> nn.Module:
+    return nn.ModuleDict({"stages": nn.ModuleList(nn.Sequential(Block(), Block()) for _ in range(2))})
+
+
+def torchs_own() -> nn.Module:
+    """Attention that its parent reads makes a block."""
+    return nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2)
+
+
+def plain_mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+
+
+# case -> (model, stack -> how many blocks it has, or their names)
+STACKS: dict[str, tuple[Callable[[], nn.Module], dict[str, int | list[str]]]] = {
+    "llama": (lambda: tiny_llama(num_hidden_layers=3), {"model.layers": 3}),
+    "a single layer": (lambda: tiny_llama(num_hidden_layers=1), {"model.layers": 1}),
+    "encoder and decoder": (t5, {"encoder.block": 2, "decoder.block": 3}),
+    "stages of residual blocks": (resnet, {f"resnet.encoder.stages.{i}.layers": 2 + i for i in range(2)}),
+    "stages that hold more than blocks": (swin, {"swin.encoder.layers": 2}),
+    "fused experts": (mixtral, {"model.layers": 2}),
+    "a list of experts": (with_experts, {"layers": 2}),
+    "nested lists that hold everything": (nested, {"stages.0": 2, "stages.1": 2}),
+    "a plain MLP": (plain_mlp, {"": [""]}),
+    "a sequence of blocks": (lambda: nn.Sequential(Block(), Block()), {"": ["0", "1"]}),
+    "lists of single layers": (beside_lists_of_single_layers, {"layers": 2}),
+    "blocks of two kinds": (lambda: nn.ModuleDict({"layers": blocks(Block, OtherBlock, Block)}), {"layers": 3}),
+    "a block and a layer": (lambda: nn.ModuleDict({"layers": nn.ModuleList([Block(), nn.Linear(8, 8)])}), {"": [""]}),
+    "what is no block between": (with_a_norm, {"layers": ["layers.0", "layers.2"]}),
+    "attention": (torchs_own, {"layers": 2}),
+    "no layers": (lambda: nn.Sequential(nn.ReLU(), nn.LayerNorm(4)), {}),
+}
+
+
+@pytest.mark.parametrize("case", STACKS)
+def test_stacks_are_found(case):
+    build, expected = STACKS[case]
+    names = {stack: numbered(stack, size) if isinstance(size, int) else size for stack, size in expected.items()}
+    assert stacks_of(build()) == names

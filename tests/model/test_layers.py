@@ -158,12 +158,7 @@ ATTENTION = {
     "packed, no bias": nn.MultiheadAttention(8, 2, bias=False),
     "separate": nn.MultiheadAttention(8, 2, kdim=6, vdim=4),
 }
-MODULES = [
-    nn.Linear(6, 4),
-    Conv1D(4, 6),
-    *(conv for conv, _ in CONVOLUTIONS.values()),
-    *ATTENTION.values(),
-]
+MODULES = [nn.Linear(6, 4), Conv1D(4, 6), *(conv for conv, _ in CONVOLUTIONS.values()), *ATTENTION.values()]
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: type(module).__name__)
@@ -300,23 +295,15 @@ def test_the_attention_is_as_it_was_after_its_inputs_were_seen():
 # finding -------------------------------------------------------------------------------------------------------------
 
 
+def holding(kind: str, **shapes: tuple[int, ...]) -> nn.Module:
+    """A module of a class of this name that holds parameters."""
+    module = type(kind, (nn.Module,), {})()
+    for name, shape in shapes.items():
+        module.register_parameter(name, nn.Parameter(torch.randn(shape)))
+    return module
+
+
 def test_every_weight_matrix_is_listed_once_with_its_name_or_with_a_reason():
-    class Router(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(4, 8))
-
-    class Grouped(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.gate_up_proj = nn.Parameter(torch.randn(4, 8, 8))
-            self.down_proj = nn.Parameter(torch.randn(4, 8, 4))
-
-    class ParallelExperts(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(4, 8, 8))
-
     model = nn.ModuleDict(
         {
             "embed": nn.Embedding(10, 8),
@@ -325,9 +312,9 @@ def test_every_weight_matrix_is_listed_once_with_its_name_or_with_a_reason():
             "up": nn.ConvTranspose1d(8, 8, 3),
             "norm": nn.LayerNorm(8),
             "attention": nn.MultiheadAttention(8, 2, add_bias_kv=True),
-            "router": Router(),
-            "experts": Grouped(),
-            "more": ParallelExperts(),
+            "router": holding("Router", weight=(4, 8)),
+            "experts": holding("Grouped", gate_up_proj=(4, 8, 8), down_proj=(4, 8, 4)),
+            "more": holding("ParallelExperts", weight=(4, 8, 8)),
         }
     )
     layers, others = find_layers(model)
@@ -350,29 +337,20 @@ def test_every_weight_matrix_is_listed_once_with_its_name_or_with_a_reason():
     }
 
 
-def test_subclasses_are_layers_of_their_base_type():
-    class Scaled(nn.Linear):
-        def forward(self, input):
-            return 2 * super().forward(input)
-
-    class Padded(nn.Conv2d):
-        pass
-
-    class Own(Conv1D):
-        pass
-
-    class Attention(nn.MultiheadAttention):
-        pass
-
-    for module, shape in [(Scaled(6, 4), (4, 6)), (Padded(2, 4, 3), (4, 18)), (Own(4, 6), (4, 6))]:
-        layer = only_layer(module)
-        assert layer.matrix(layer.parameter).shape == shape
-    assert [layer.name for layer in find_layers(Attention(8, 2))[0]] == ["in_proj_weight", "out_proj"]
-
-
-def test_a_model_that_is_one_layer_is_named_by_its_parameter():
-    layer = only_layer(nn.Linear(4, 2))
-    assert (layer.name, layer.parameter_name) == ("weight", "weight")
+@pytest.mark.parametrize(
+    ("base", "sizes", "shapes"),
+    [
+        (nn.Linear, (6, 4), {"weight": (4, 6)}),
+        (nn.Conv2d, (2, 4, 3), {"weight": (4, 18)}),
+        (Conv1D, (4, 6), {"weight": (4, 6)}),
+        (nn.MultiheadAttention, (8, 2), {"in_proj_weight": (3, 8, 8), "out_proj": (8, 8)}),
+    ],
+)
+def test_subclasses_are_layers_of_their_base_type(base, sizes, shapes):
+    """Whatever their forward is."""
+    kind = type("Another", (base,), {"forward": lambda self, x: 2 * base.forward(self, x)})
+    layers = find_layers(kind(*sizes))[0]
+    assert {layer.name: layer.matrix(layer.parameter).shape for layer in layers} == shapes
 
 
 def test_linears_that_share_a_weight_are_one_layer_with_twins():
@@ -408,40 +386,29 @@ def test_a_linear_tied_to_an_embedding_is_no_layer(embedding_first):
     assert others[0].names == (first, second)
 
 
-def test_convolutions_that_share_a_weight_but_read_their_input_differently_are_no_layer():
-    first, second = nn.Conv1d(4, 4, 3), nn.Conv1d(4, 4, 3, dilation=2)
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [(nn.Linear(4, 4), Conv1D(4, 4)), (nn.Conv1d(4, 4, 3), nn.Conv1d(4, 4, 3, dilation=2))],
+    ids=["transposed", "dilated"],
+)
+def test_weights_that_layers_do_not_read_alike_are_no_layer(first, second):
+    """A matrix for one is the transposed matrix for the other, or meets other inputs."""
     second.weight = first.weight
     layers, others = find_layers(nn.ModuleDict({"first": first, "second": second}))
     assert not layers
     assert [item.reason for item in others] == ["tied: also held by second"]
 
 
-def test_weights_shared_between_different_kinds_of_layers_are_no_layer():
-    """A matrix for one is the transposed matrix for the other."""
-    linear, conv = nn.Linear(4, 4), Conv1D(4, 4)
-    conv.weight = linear.weight
-    layers, others = find_layers(nn.ModuleDict({"linear": linear, "conv": conv}))
-    assert not layers
-    assert [item.reason for item in others] == ["tied: also held by conv"]
-
-
 def test_experts_in_a_list_or_dict_know_their_fellows():
     def mlp() -> nn.Module:
         return nn.ModuleDict({"up": nn.Linear(4, 8), "down": nn.Linear(8, 4)})
 
-    model: nn.Module = nn.ModuleDict(
-        {
-            "experts": nn.ModuleList([mlp(), mlp()]),
-            "more_experts": nn.ModuleDict({"first": mlp(), "second": mlp()}),
-            "shared_experts": nn.Linear(4, 8),
-            "layers": nn.ModuleList([mlp(), mlp()]),
-        }
-    )
-    assert {layer.name: layer.mixture for layer in find_layers(model)[0]} == {
-        **{f"experts.{i}.{name}": f"experts.*.{name}" for i in range(2) for name in ("up", "down")},
-        **{
-            f"more_experts.{i}.{name}": f"more_experts.*.{name}" for i in ("first", "second") for name in ("up", "down")
-        },
-        "shared_experts": None,
-        **{f"layers.{i}.{name}": None for i in range(2) for name in ("up", "down")},
-    }
+    lists: dict[str, nn.Module] = {name: nn.ModuleList([mlp(), mlp()]) for name in ("experts", "layers")}
+    named = nn.ModuleDict({"first": mlp(), "second": mlp()})
+    model = nn.ModuleDict({**lists, "more_experts": named, "shared_experts": nn.Linear(4, 8)})
+    found = {layer.name: layer.mixture for layer in find_layers(model)[0]}
+    assert found.pop("shared_experts") is None
+    assert len(found) == 12
+    for name, mixture in found.items():
+        parent, _, layer = name.split(".")
+        assert mixture == (None if parent == "layers" else f"{parent}.*.{layer}")

@@ -14,7 +14,6 @@ import modelopt_sparse as mts
 from tests.helpers import tiny_llama, token_batches
 from tests.model.sparse_modules import (
     CASES,
-    at_rest,
     drift,
     output,
     own_deprecations,
@@ -22,6 +21,7 @@ from tests.model.sparse_modules import (
     sparse_and_dense,
     sparse_linear,
 )
+from tests.model.test_training import train
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.* were written to pruned places:UserWarning"
@@ -122,20 +122,13 @@ def test_compiled_llama_trains_and_keeps_its_zeros(checkpointed: bool):
     eager = copy.deepcopy(model)
     if checkpointed:
         model.train().gradient_checkpointing_enable({"use_reentrant": False})
-    (tokens,) = token_batches(1)
-    losses = {}
-    for name, each, run in (("compiled", model, compiled(model)), ("eager", eager, eager)):
+    losses = []
+    for each, run in ((model, compiled(model)), (eager, eager)):
         optimizer = torch.optim.AdamW(each.parameters(), lr=1e-2)
-        losses[name] = []
-        for _ in range(3):
-            loss = run(input_ids=tokens, labels=tokens, use_cache=False).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses[name].append(loss.item())
-    assert at_rest(model)
-    assert losses["compiled"][-1] < 0.9 * losses["compiled"][0]
-    assert losses["compiled"] == pytest.approx(losses["eager"], rel=1e-3)
+        loss = lambda _, ids, run=run: run(input_ids=ids, labels=ids, use_cache=False).loss  # noqa: E731
+        losses.append(train(each, optimizer, 3, loss, tuple(token_batches(1))))
+    assert losses[0][2] < 0.9 * losses[0][0]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
 
 
 @pytest.mark.slow
@@ -145,18 +138,10 @@ def test_default_compiler_backend_trains_and_keeps_zeros():
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
     for index in (0, 2):
         mts.set_mask(model, f"{index}.weight", random_mask(model[index].weight))
-    fast = torch.compile(model, fullgraph=True)
+    fast, data = torch.compile(model, fullgraph=True), (torch.randn(16, 8), torch.randn(16, 8))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    x, target = torch.randn(16, 8), torch.randn(16, 8)
-    losses = []
-    for _ in range(10):
-        loss = F.mse_loss(fast(x), target)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    losses = train(model, optimizer, 10, lambda _, x, target: F.mse_loss(fast(x), target), data)
     assert losses[-1] < 0.9 * losses[0]
-    assert at_rest(model)
 
 
 @own_deprecations

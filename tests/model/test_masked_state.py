@@ -27,11 +27,15 @@ pytestmark = [pytest.mark.core, pytest.mark.filterwarnings("ignore:.* were writt
 
 @every_case
 def test_state_dict_has_weight_and_mask_and_loads_back(case: Case):
+    """And zeros where something wrote over them."""
     sparse, dense, masks = sparse_and_dense(case)
+    drift(sparse)
     state = sparse.state_dict()
+    assert at_rest(sparse)
     assert state.keys() == dense.state_dict().keys() | {f"{name}_mask" for name in masks}
     for name, mask in masks.items():
         assert torch.equal(state[f"{name}_mask"], mask)
+        assert is_plus_zero(state[name][~mask])
         assert torch.equal(state[name], dense.get_parameter(name))
     other, _, _ = sparse_and_dense(case)
     for parameter in other.parameters():
@@ -85,18 +89,6 @@ def test_unexpected_and_missing_keys_are_still_reported():
         module.load_state_dict({**state, "other": torch.zeros(1)})
     with pytest.raises(RuntimeError, match=r'Missing key.*"bias"'):
         module.load_state_dict({"weight": state["weight"]})
-
-
-def test_state_dict_restores_zeros_that_something_wrote_over():
-    model = nn.Sequential(nn.Linear(8, 8), nn.MultiheadAttention(8, 2))
-    for name in ("0.weight", "1.in_proj_weight", "1.out_proj.weight"):
-        mts.set_mask(model, name, random_mask(model.get_parameter(name)))
-    drift(model)
-    state = model.state_dict()
-    for name, mask in mts.named_masks(model):
-        assert is_plus_zero(state[name][~mask])
-        assert state[name][mask].all()
-    assert at_rest(model)
 
 
 @pytest.mark.parametrize("how", COPIES)

@@ -68,8 +68,7 @@ def test_nothing_is_said_where_calls_do_not_agree(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("durations", "wanted"),
-    [([[5, 2, 2, 2, 9], [7, 3, 3, 1, 1, 1]], [2, 1]), ([[*range(1, 40)], [1] * 40], [])],
+    ("durations", "wanted"), [([[5, 2, 2, 2, 9], [7, 3, 3, 1, 1, 1]], [2, 1]), ([[*range(1, 40)], [1] * 40], [])]
 )
 def test_seconds_are_the_least_of_calls_in_turns_or_none(durations, wanted):
     clock, turns = [0.0], []

@@ -8,11 +8,18 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaForCausalLM
 
 import modelopt_sparse as mts
 from tests.checkpoint.streams import assert_same_folders
-from tests.helpers import assert_same_state, refused, state_of, tiny_llama, token_batches
+from tests.helpers import (
+    assert_same_masks,
+    assert_same_state,
+    plain_from_pretrained,
+    refused,
+    state_of,
+    tiny_llama,
+    token_batches,
+)
 
 pytestmark = pytest.mark.core
 
@@ -55,18 +62,14 @@ def test_a_wrapped_model_is_pruned_saved_and_restored_like_the_one_inside(tmp_pa
     assert mts.sparsify(wrapped, **OPTIONS) is wrapped
     assert_same_state(inner, state_of(plain))
     assert without_times(mts.report(wrapped)) == without_times(mts.report(plain))
-    masks, expected = dict(mts.named_masks(wrapped)), dict(mts.named_masks(plain))
-    assert list(masks) == list(expected)
-    assert all(torch.equal(masks[key], expected[key]) for key in masks)
+    assert_same_masks(wrapped, plain)
     assert str(mts.verify(wrapped)) == str(mts.verify(plain))
 
     for folder, model in (("wrapped", wrapped), ("plain", plain)):
         mts.save(model, tmp_path / folder)
     assert_same_folders(tmp_path / "wrapped", tmp_path / "plain")
     assert_same_state(mts.load(tmp_path / "wrapped"), state_of(plain))
-    _, info = LlamaForCausalLM.from_pretrained(tmp_path / "wrapped", output_loading_info=True)
-    assert not info["missing_keys"]
-    assert not info["unexpected_keys"]
+    plain_from_pretrained(tmp_path / "wrapped")
 
     again = WRAPS[name](tiny_llama(initializer_range=0.5))
     assert mts.restore(again, tmp_path / "wrapped") is again

@@ -83,18 +83,15 @@ def pairs(side: str) -> list[Batch]:
     batches = []
     for seed, ((rows, length), decoder_length) in enumerate(zip(SIZES, (8, 7, 9))):
         ids, mask = ragged(rows, length, side, seed)
-        decoder_ids, decoder_mask = ragged(rows, decoder_length, side, seed + 10)
         # other rows than in the encoder are the short ones
-        decoder_ids, decoder_mask = decoder_ids.flip(0), decoder_mask.flip(0)
-        batches.append(
-            {
-                "input_ids": ids,
-                "attention_mask": mask,
-                "decoder_input_ids": decoder_ids,
-                "decoder_attention_mask": decoder_mask,
-            }
-        )
+        decoder_ids, decoder_mask = (x.flip(0) for x in ragged(rows, decoder_length, side, seed + 10))
+        batch = {"input_ids": ids, "attention_mask": mask}
+        batches.append({**batch, "decoder_input_ids": decoder_ids, "decoder_attention_mask": decoder_mask})
     return batches
+
+
+def random_images(rows: int, seed: int) -> Tensor:
+    return torch.randn(rows, 3, 16, 16, generator=torch.Generator().manual_seed(seed))
 
 
 def speech(side: str) -> list[Batch]:
@@ -110,8 +107,7 @@ def speech(side: str) -> list[Batch]:
 
 def images(side: str) -> list[Batch]:
     del side
-    generator = torch.Generator().manual_seed(0)
-    return [{"pixel_values": torch.randn(rows, 3, 16, 16, generator=generator)} for rows, _ in SIZES]
+    return [{"pixel_values": random_images(rows, seed)} for seed, (rows, _) in enumerate(SIZES)]
 
 
 def images_and_texts(side: str) -> list[Batch]:
@@ -120,9 +116,7 @@ def images_and_texts(side: str) -> list[Batch]:
     for seed, (rows, length) in enumerate(((2, 11), (3, 5), (1, 5))):
         ids, mask = ragged(rows, length, side, seed)
         ids[:, -1] = VOCAB - 1  # the end-of-text token, which CLIP pools
-        generator = torch.Generator().manual_seed(seed)
-        pixels = torch.randn(rows, 3, 16, 16, generator=generator)
-        batches.append({"input_ids": ids, "attention_mask": mask, "pixel_values": pixels})
+        batches.append({"input_ids": ids, "attention_mask": mask, "pixel_values": random_images(rows, seed)})
     return batches
 
 
@@ -134,9 +128,7 @@ def images_in_texts(side: str) -> list[Batch]:
         ids = ids.clamp_max(VOCAB - 2)
         image = slice(0, 4) if side == "right" else slice(length - 4, length)
         ids[:, image], mask[:, image] = VOCAB - 1, 1
-        generator = torch.Generator().manual_seed(seed)
-        pixels = torch.randn(rows, 3, 16, 16, generator=generator)
-        batches.append({"input_ids": ids, "attention_mask": mask, "pixel_values": pixels})
+        batches.append({"input_ids": ids, "attention_mask": mask, "pixel_values": random_images(rows, seed)})
     return batches
 
 
@@ -234,15 +226,7 @@ DECODER = {
     "bos_token_id": 2,
     "eos_token_id": 2,
 }
-ENCODER = {
-    "vocab_size": VOCAB,
-    "hidden_size": WIDTH,
-    "intermediate_size": WIDER,
-    "num_hidden_layers": 2,
-    "num_attention_heads": HEADS,
-    "max_position_embeddings": 32,
-    "pad_token_id": 1,
-}
+ENCODER = {key: DECODER[key] for key in DECODER if key not in ("num_key_value_heads", "bos_token_id", "eos_token_id")}
 VISION = {
     "hidden_size": WIDTH,
     "intermediate_size": WIDER,
@@ -262,22 +246,13 @@ def _gemma3() -> nn.Module:
 
 
 def _gpt2() -> nn.Module:
-    return hf.GPT2LMHeadModel(
-        hf.GPT2Config(vocab_size=VOCAB, n_positions=32, n_embd=WIDTH, n_layer=2, n_head=HEADS, eos_token_id=2)
-    )
+    sizes = {"n_positions": 32, "n_embd": WIDTH, "n_layer": 2, "n_head": HEADS}
+    return hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=VOCAB, eos_token_id=2, **sizes))
 
 
 def _opt() -> nn.Module:
-    config = hf.OPTConfig(
-        vocab_size=VOCAB,
-        hidden_size=WIDTH,
-        ffn_dim=WIDER,
-        num_hidden_layers=2,
-        num_attention_heads=HEADS,
-        max_position_embeddings=32,
-        word_embed_proj_dim=WIDTH,
-    )
-    return hf.OPTForCausalLM(config)
+    sizes = {key: ENCODER[key] for key in ENCODER if key not in ("intermediate_size", "pad_token_id")}
+    return hf.OPTForCausalLM(hf.OPTConfig(**sizes, ffn_dim=WIDER, word_embed_proj_dim=WIDTH))
 
 
 def _gpt_neox() -> nn.Module:
@@ -286,42 +261,18 @@ def _gpt_neox() -> nn.Module:
 
 
 def _t5() -> nn.Module:
-    config = hf.T5Config(
-        vocab_size=VOCAB,
-        d_model=WIDTH,
-        d_kv=4,
-        d_ff=WIDER,
-        num_layers=2,
-        num_decoder_layers=2,
-        num_heads=HEADS,
-        decoder_start_token_id=0,
-        pad_token_id=1,
-        feed_forward_proj="gated-gelu",
-    )
-    return hf.T5ForConditionalGeneration(config)
+    sizes = {"d_model": WIDTH, "d_kv": 4, "d_ff": WIDER, "num_layers": 2, "num_decoder_layers": 2, "num_heads": HEADS}
+    tokens = {"vocab_size": VOCAB, "decoder_start_token_id": 0, "pad_token_id": 1}
+    return hf.T5ForConditionalGeneration(hf.T5Config(**sizes, **tokens, feed_forward_proj="gated-gelu"))
 
 
 def _whisper() -> nn.Module:
-    config = hf.WhisperConfig(
-        vocab_size=VOCAB,
-        num_mel_bins=8,
-        encoder_layers=2,
-        decoder_layers=2,
-        encoder_attention_heads=HEADS,
-        decoder_attention_heads=HEADS,
-        encoder_ffn_dim=WIDER,
-        decoder_ffn_dim=WIDER,
-        d_model=WIDTH,
-        max_source_positions=11,
-        max_target_positions=32,
-        pad_token_id=1,
-        bos_token_id=2,
-        eos_token_id=2,
-        decoder_start_token_id=2,
-        suppress_tokens=None,
-        begin_suppress_tokens=None,
-    )
-    return hf.WhisperForConditionalGeneration(config)
+    sides = {"layers": 2, "attention_heads": HEADS, "ffn_dim": WIDER}
+    sizes = {f"{side}_{name}": size for side in ("encoder", "decoder") for name, size in sides.items()}
+    sizes |= {"num_mel_bins": 8, "d_model": WIDTH, "max_source_positions": 11, "max_target_positions": 32}
+    tokens = {"vocab_size": VOCAB, "pad_token_id": 1, "suppress_tokens": None, "begin_suppress_tokens": None}
+    tokens |= dict.fromkeys(("bos_token_id", "eos_token_id", "decoder_start_token_id"), 2)
+    return hf.WhisperForConditionalGeneration(hf.WhisperConfig(**sizes, **tokens))
 
 
 def _clip() -> nn.Module:
@@ -340,17 +291,13 @@ def _llava() -> nn.Module:
 
 
 def _swin() -> nn.Module:
-    config = hf.SwinConfig(
-        image_size=16, patch_size=2, embed_dim=8, depths=[2, 2], num_heads=[2, 2], window_size=4, num_labels=3
-    )
-    return hf.SwinForImageClassification(config)
+    sizes = {"image_size": 16, "patch_size": 2, "embed_dim": 8, "depths": [2, 2], "num_heads": [2, 2], "window_size": 4}
+    return hf.SwinForImageClassification(hf.SwinConfig(**sizes, num_labels=3))
 
 
 def _resnet(layer_type: str) -> nn.Module:
-    config = hf.ResNetConfig(
-        num_channels=3, embedding_size=8, hidden_sizes=[16, 32], depths=[2, 2], layer_type=layer_type, num_labels=3
-    )
-    return hf.ResNetForImageClassification(config)
+    sizes = {"num_channels": 3, "embedding_size": 8, "hidden_sizes": [16, 32], "depths": [2, 2], "num_labels": 3}
+    return hf.ResNetForImageClassification(hf.ResNetConfig(**sizes, layer_type=layer_type))
 
 
 def _decoder(model_class: str, config_class: str, block: str, **more: Any) -> Architecture:
@@ -397,12 +344,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         repeats=True,  # both blocks are one module
     ),
     "vit": Architecture(lambda: hf.ViTForImageClassification(hf.ViTConfig(**VISION)), ("ViTLayer",), images),
-    "swin": Architecture(
-        _swin,
-        ("SwinStage",),
-        images,
-        dense={"relative_position_bias_table": "no matrix of a layer"},
-    ),
+    "swin": Architecture(_swin, ("SwinStage",), images, dense={"relative_position_bias_table": "no matrix of a layer"}),
     "clip": Architecture(_clip, ("CLIPEncoderLayer",), images_and_texts, _text_rows),
     "llava": Architecture(_llava, ("CLIPEncoderLayer", "LlamaDecoderLayer"), images_in_texts, _text_rows),
     "resnet_basic": Architecture(lambda: _resnet("basic"), ("ResNetBasicLayer",), images),

@@ -75,16 +75,18 @@ DINOV2 = {
 }
 # what the table above cannot say of single types
 OVERRIDES: dict[str, dict[str, Any]] = {
+    **{key: {"upsample_groups": 16} for key in ("mimi", "mimi_decoder")},
+    **{key: {"upsample_groups": 16} for key in (f"pocket_tts_audio_tokenizer{end}" for end in ("", "_decoder"))},
+    **{key: {"prediction_length": 8} for key in ("informer", "autoformer", "time_series_transformer")},
+    **{key: {"head_dim": 16} for key in ("hunyuan_v1_dense", "hunyuan_v1_moe", "hunyuan_vl_text", "ministral")},
+    **{key: {"vocab_size": VOCAB} for key in ("wav2vec2-bert", "wav2vec2-conformer")},
+    **{key: {"pad_token_id": 1} for key in ("llama4", "emu3")},
     "bit": {"num_groups": 8},
     "glm4v_text": {"rope_parameters": {**ROPE, "mrope_section": [4, 2, 2]}},
     "glm4v_moe_text": {"rope_parameters": {**ROPE, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}},
     "glm_image_text": {"rope_parameters": {**ROPE, "mrope_section": [4, 2, 2]}},
     "glm_ocr_text": {"rope_parameters": {**ROPE, "mrope_section": [4, 2, 2]}},
     "layoutlmv3": {"coordinate_size": 10, "shape_size": 12},
-    "mimi": {"upsample_groups": 16},
-    "mimi_decoder": {"upsample_groups": 16},
-    "pocket_tts_audio_tokenizer": {"upsample_groups": 16},
-    "pocket_tts_audio_tokenizer_decoder": {"upsample_groups": 16},
     "swin": {"num_heads": (2, 2, 2, 2), "image_size": 64, "patch_size": 2},
     "dpt": {"num_hidden_layers": 4, "backbone_out_indices": [0, 1, 2, 3], "is_hybrid": False},
     "depth_anything": {"backbone_config": DINOV2, "patch_size": 8, "reassemble_hidden_size": WIDTH},
@@ -92,18 +94,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "swinv2": {"num_heads": (2, 2, 2, 2)},
     "donut-swin": {"num_heads": (2, 2, 2, 2), "image_size": 64, "patch_size": 2},
     "maskformer-swin": {"num_heads": (2, 2, 2, 2)},
-    "llama4": {"pad_token_id": 1},
-    "emu3": {"pad_token_id": 1},
-    "informer": {"prediction_length": 8},
-    "autoformer": {"prediction_length": 8},
-    "time_series_transformer": {"prediction_length": 8},
-    "wav2vec2-bert": {"vocab_size": VOCAB},
-    "wav2vec2-conformer": {"vocab_size": VOCAB},
     "reformer": {"is_decoder": True},
-    "hunyuan_v1_dense": {"head_dim": 16},
-    "hunyuan_v1_moe": {"head_dim": 16},
-    "hunyuan_vl_text": {"head_dim": 16},
-    "ministral": {"head_dim": 16},
     "gemma3n_text": {
         "num_hidden_layers": 2,
         "intermediate_size": WIDER,
@@ -220,21 +211,9 @@ def _tokens(values: dict[str, Any]) -> dict[str, int]:
 # the model ----------------------------------------------------------------------------------------------------------
 
 HEADS_FIRST = (
-    "IMAGE_TEXT_TO_TEXT",
-    "SPEECH_SEQ_2_SEQ",
-    "SEQ_TO_SEQ_CAUSAL_LM",
-    "CAUSAL_LM",
-    "MULTIMODAL_LM",
-    "MASKED_LM",
-    "IMAGE_CLASSIFICATION",
-    "OBJECT_DETECTION",
-    "UNIVERSAL_SEGMENTATION",
-    "SEMANTIC_SEGMENTATION",
-    "DEPTH_ESTIMATION",
-    "VIDEO_CLASSIFICATION",
-    "CTC",
-    "AUDIO_CLASSIFICATION",
-    "PRETRAINING",
+    *("IMAGE_TEXT_TO_TEXT", "SPEECH_SEQ_2_SEQ", "SEQ_TO_SEQ_CAUSAL_LM", "CAUSAL_LM", "MULTIMODAL_LM", "MASKED_LM"),
+    *("IMAGE_CLASSIFICATION", "OBJECT_DETECTION", "UNIVERSAL_SEGMENTATION", "SEMANTIC_SEGMENTATION"),
+    *("DEPTH_ESTIMATION", "VIDEO_CLASSIFICATION", "CTC", "AUDIO_CLASSIFICATION", "PRETRAINING"),
 )
 
 
@@ -498,13 +477,7 @@ def _sparsified(model: nn.Module, batch: Batch) -> Outcome:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         mts.sparsify(
-            model,
-            "sparsegpt",
-            pattern="2:4",
-            data_loader=[batch],
-            exclude=unreached,
-            min_tokens=1,
-            progress=False,
+            model, "sparsegpt", pattern="2:4", data_loader=[batch], exclude=unreached, min_tokens=1, progress=False
         )
     blocks = tuple(f"{name}." if name else "" for stack in plan.stacks for name in stack.names)
     pruned = sum(math.prod(layer.shape) for layer in plan.layers)

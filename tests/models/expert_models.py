@@ -42,79 +42,36 @@ def build(model_class: str, config_class: str, **more: Any) -> Callable[[], nn.M
     return make
 
 
-LATENT = {
-    "num_key_value_heads": 4,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 8,
-}
+SHORT = {"qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
+LATENT = {"num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, **SHORT}
 MOE = {"moe_intermediate_size": INNER, "num_experts_per_tok": CHOSEN}
+LOCAL = {"num_local_experts": EXPERTS, "num_experts_per_tok": CHOSEN}
 GROUPS = {"n_routed_experts": EXPERTS, "n_shared_experts": 1, "n_group": 1, "topk_group": 1}
+LLAMA4 = {"num_local_experts": EXPERTS, "intermediate_size_mlp": INNER, "attention_chunk_size": 16, "moe_layers": [1]}
+LONGCAT = {"ffn_hidden_size": INNER, "expert_ffn_hidden_size": INNER, "n_routed_experts": EXPERTS, "moe_topk": CHOSEN}
+SPARSE = {"n_routed_experts": EXPERTS, "head_dim": 8, "mlp_layer_types": ["sparse", "sparse"]}
+WINDOWS = {"swa_head_dim": 8, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2}
+BOUNDS = {"share_expert_dim": INNER, "sliding_window": 4, "swiglu_limits": [0.5, 0.5]}
+
+
+def causal(name: str, config: str = "", **more: Any) -> Callable[[], nn.Module]:
+    return build(f"{name}ForCausalLM", config or f"{name}Config", **more)
+
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "mixtral": build("MixtralForCausalLM", "MixtralConfig", num_local_experts=EXPERTS, num_experts_per_tok=CHOSEN),
-    "qwen3_moe": build("Qwen3MoeForCausalLM", "Qwen3MoeConfig", **MOE, num_experts=EXPERTS, head_dim=8),
-    "olmoe": build("OlmoeForCausalLM", "OlmoeConfig", num_experts=EXPERTS, num_experts_per_tok=CHOSEN),
-    "gpt_oss": build(
-        "GptOssForCausalLM", "GptOssConfig", num_local_experts=EXPERTS, num_experts_per_tok=CHOSEN, head_dim=8
-    ),
-    "llama4": build(
-        "Llama4ForCausalLM",
-        "Llama4TextConfig",
-        num_local_experts=EXPERTS,
-        intermediate_size_mlp=INNER,
-        head_dim=8,
-        attention_chunk_size=16,
-        moe_layers=[1],
-    ),
-    "deepseek_v3": build(
-        "DeepseekV3ForCausalLM", "DeepseekV3Config", **MOE, **GROUPS, **LATENT, first_k_dense_replace=1
-    ),
-    "glm4_moe": build("Glm4MoeForCausalLM", "Glm4MoeConfig", **MOE, **GROUPS, first_k_dense_replace=1, head_dim=8),
-    "granitemoe": build(
-        "GraniteMoeForCausalLM", "GraniteMoeConfig", num_local_experts=EXPERTS, num_experts_per_tok=CHOSEN
-    ),
-    "phimoe": build("PhimoeForCausalLM", "PhimoeConfig", num_local_experts=EXPERTS, num_experts_per_tok=CHOSEN),
-    "jetmoe": build(
-        "JetMoeForCausalLM", "JetMoeConfig", num_local_experts=EXPERTS, num_experts_per_tok=CHOSEN, kv_channels=8
-    ),
-    "longcat_flash": build(
-        "LongcatFlashForCausalLM",
-        "LongcatFlashConfig",
-        **LATENT,
-        num_layers=2,
-        ffn_hidden_size=INNER,
-        expert_ffn_hidden_size=INNER,
-        n_routed_experts=EXPERTS,
-        zero_expert_num=2,
-        moe_topk=CHOSEN,
-        head_dim=8,
-    ),
+    "mixtral": causal("Mixtral", **LOCAL),
+    "qwen3_moe": causal("Qwen3Moe", **MOE, num_experts=EXPERTS, head_dim=8),
+    "olmoe": causal("Olmoe", num_experts=EXPERTS, num_experts_per_tok=CHOSEN),
+    "gpt_oss": causal("GptOss", **LOCAL, head_dim=8),
+    "llama4": causal("Llama4", "Llama4TextConfig", **LLAMA4, head_dim=8),
+    "deepseek_v3": causal("DeepseekV3", **MOE, **GROUPS, **LATENT, first_k_dense_replace=1),
+    "glm4_moe": causal("Glm4Moe", **MOE, **GROUPS, first_k_dense_replace=1, head_dim=8),
+    "granitemoe": causal("GraniteMoe", **LOCAL),
+    "phimoe": causal("Phimoe", **LOCAL),
+    "jetmoe": causal("JetMoe", **LOCAL, kv_channels=8),
+    "longcat_flash": causal("LongcatFlash", **LATENT, **LONGCAT, num_layers=2, zero_expert_num=2, head_dim=8),
 }
 
 # of which transformers has no causal language model with logits, or which hold convolutions beside their experts
-STEP3P7 = build(
-    "Step3p7TextModel",
-    "Step3p7TextConfig",
-    n_routed_experts=EXPERTS,
-    **MOE,
-    head_dim=8,
-    share_expert_dim=INNER,
-    sliding_window=4,
-    swiglu_limits=[0.5, 0.5],
-    mlp_layer_types=["sparse", "sparse"],
-)
-INKLING = build(
-    "InklingForCausalLM",
-    "InklingTextConfig",
-    n_routed_experts=EXPERTS,
-    n_shared_experts=2,
-    **MOE,
-    head_dim=8,
-    swa_head_dim=8,
-    swa_num_attention_heads=4,
-    swa_num_key_value_heads=2,
-    mlp_layer_types=["sparse", "sparse"],
-)
+STEP3P7 = build("Step3p7TextModel", "Step3p7TextConfig", **MOE, **SPARSE, **BOUNDS)
+INKLING = causal("Inkling", "InklingTextConfig", **MOE, **SPARSE, **WINDOWS, n_shared_experts=2)

@@ -1,29 +1,12 @@
 """Toy models of residual blocks on vectors, and what may stand between, before or inside of the blocks."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from threading import Lock
 from types import SimpleNamespace
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-
-
-class Stacked(nn.Module):
-    """Residual blocks on vectors: [..., 16] -> [..., 16]. Subclasses say how the blocks are run."""
-
-    def __init__(self, blocks: int = 3, block: Callable[[], nn.Module] | None = None) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.stem = nn.Linear(16, 16)
-        self.blocks = nn.ModuleList([(block or Block)() for _ in range(blocks)])
-        self.head = nn.Linear(16, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
 
 
 class Block(nn.Module):
@@ -33,6 +16,32 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(self.up(x).relu())
+
+
+class Stacked(nn.Module):
+    """Residual blocks on vectors: [..., 16] -> [..., 16]. Subclasses say of which ``kind`` the blocks are, in what
+    order they are run, and how one is called."""
+
+    kind: type[nn.Module] = Block
+
+    def __init__(self, blocks: int = 3, block: Callable[[], nn.Module] | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem = nn.Linear(16, 16)
+        self.blocks = nn.ModuleList([(block or self.kind)() for _ in range(blocks)])
+        self.head = nn.Linear(16, 8)
+
+    def order(self, x: Tensor) -> Iterable[nn.Module]:
+        return self.blocks
+
+    def call(self, block: nn.Module, x: Tensor, place: int) -> Tensor:
+        return block(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for place, block in enumerate(self.order(x)):
+            x = self.call(block, x, place)
+        return self.head(x)
 
 
 STACKED = ["blocks.0", "blocks.1", "blocks.2"]
@@ -67,21 +76,15 @@ class Routed(Block):
 class Between(Stacked):
     """Adds something between the blocks, so that none gets just what the one before it gave."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for block in self.blocks:
-            x = block(x + 0.5)
-        return self.head(x)
+    def call(self, block: nn.Module, x: Tensor, place: int) -> Tensor:
+        return block(x + 0.5)
 
 
 class Activated(Stacked):
     """Applies a function between the blocks, that is no addition."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for block in self.blocks:
-            x = block(x.relu())
-        return self.head(x)
+    def call(self, block: nn.Module, x: Tensor, place: int) -> Tensor:
+        return block(x.relu())
 
 
 class Rescaled(Stacked):
@@ -117,22 +120,16 @@ class BranchesOfCopies(Stacked):
 class WrittenBetween(Stacked):
     """Adds something to what a block gave, in place, and not to the last row."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for block in self.blocks:
-            x[:-1] += 0.5
-            x = block(x)
-        return self.head(x)
+    def call(self, block: nn.Module, x: Tensor, place: int) -> Tensor:
+        x[:-1] += 0.5
+        return block(x)
 
 
 class Twice(Stacked):
     """Runs through its blocks twice."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for block in [*self.blocks, *self.blocks]:
-            x = block(x)
-        return self.head(x)
+    def order(self, x: Tensor) -> Iterable[nn.Module]:
+        return [*self.blocks, *self.blocks]
 
 
 class Writing(Block):
@@ -162,18 +159,17 @@ class Scaled(Block):
 class Counting(Stacked):
     """The blocks read a state that the model writes between them."""
 
+    kind = Scaled
+
     def __init__(self) -> None:
-        super().__init__(block=Scaled)
+        super().__init__()
         self.state = {"depth": 0}
         for block in self.blocks:
             block.state = self.state
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for depth, block in enumerate(self.blocks):
-            self.state["depth"] = depth
-            x = block(x)
-        return self.head(x)
+    def call(self, block: nn.Module, x: Tensor, place: int) -> Tensor:
+        self.state["depth"] = place
+        return block(x)
 
 
 class FromIterator(Block):
@@ -184,8 +180,7 @@ class FromIterator(Block):
 class Iterating(Stacked):
     """The blocks take their turn at an iterator."""
 
-    def __init__(self) -> None:
-        super().__init__(block=FromIterator)
+    kind = FromIterator
 
     def forward(self, x: Tensor) -> Tensor:
         x, factors = self.stem(x), iter([1.0, 0.8, 0.6])
@@ -202,8 +197,10 @@ class Popping(Block):
 class Exhausting(Stacked):
     """The blocks take their turn at a list that the model fills, and that is empty when they are run again."""
 
+    kind = Popping
+
     def __init__(self) -> None:
-        super().__init__(block=Popping)
+        super().__init__()
         self.factors: list[float] = []
         for block in self.blocks:
             block.factors = self.factors
@@ -224,14 +221,10 @@ class OfShape(Block):
 class Sized(Stacked):
     """The blocks are given the shape of what runs through them."""
 
-    def __init__(self) -> None:
-        super().__init__(block=OfShape)
+    kind = OfShape
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for block in self.blocks:
-            x = block(x, x.shape, sizes=[x.shape])
-        return self.head(x)
+    def call(self, block: nn.Module, x: Tensor, place: int) -> Tensor:
+        return block(x, x.shape, sizes=[x.shape])
 
 
 class Branches(Stacked):
@@ -254,14 +247,8 @@ class WrittenBranches(Stacked):
         return self.head(torch.stack(outputs).sum(0))
 
 
-class CountingBranches(Branches):
-    """Each branch reads a state that the model writes before it."""
-
-    def __init__(self) -> None:
-        super().__init__(block=Scaled)
-        self.state = {"depth": 0}
-        for block in self.blocks:
-            block.state = self.state
+class CountingBranches(Counting):
+    """Side by side: each branch reads a state that the model writes before it."""
 
     def forward(self, x: Tensor) -> Tensor:
         x, outputs = torch.stack([self.stem(x), x, x * 2], 1), []
@@ -315,8 +302,7 @@ class CrossBlock(nn.Module):
 
 
 class CrossModel(Stacked):
-    def __init__(self) -> None:
-        super().__init__(block=CrossBlock)
+    kind = CrossBlock
 
     def forward(self, x: Tensor, memory: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         for block in self.blocks:
@@ -393,16 +379,16 @@ class Interleaved(nn.Module):
 # what blocks and calls leave behind -----------------------------------------------------------------------------------
 
 
+class AppendingBlock(Block):
+    def forward(self, x: Tensor, states: list[Tensor]) -> Tensor:
+        states.append(x)
+        return super().forward(x * len(states) ** -0.5)
+
+
 class Appending(Stacked):
     """The blocks append to a list that the model hands them, and take what stands before."""
 
-    class Block(Block):
-        def forward(self, x: Tensor, states: list[Tensor]) -> Tensor:
-            states.append(x)
-            return super().forward(x * len(states) ** -0.5)
-
-    def __init__(self) -> None:
-        super().__init__(block=self.Block)
+    kind = AppendingBlock
 
     def forward(self, x: Tensor) -> Tensor:
         x, states = self.stem(x), []
@@ -411,17 +397,17 @@ class Appending(Stacked):
         return self.head(x)
 
 
+class OfAttribute(Block):
+    scale = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * self.scale)
+
+
 class Attributes(Stacked):
     """Sets an attribute on its blocks in each call, as models of images do with height and width."""
 
-    class Block(Block):
-        scale = 1.0
-
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x * self.scale)
-
-    def __init__(self) -> None:
-        super().__init__(block=self.Block)
+    kind = OfAttribute
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -466,18 +452,18 @@ class Handing(Stacked):
         return super().forward(x)
 
 
+class CountedBlock(Block):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x / self.calls)
+
+
 class Calling(Stacked):
     """Each block counts its calls, and starts anew behind the last one of a call of the model."""
 
-    class Block(Block):
-        calls = 0
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.calls += 1
-            return super().forward(x / self.calls)
-
-    def __init__(self) -> None:
-        super().__init__(block=self.Block)
+    kind = CountedBlock
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -501,11 +487,8 @@ class Kept(Stacked):
 class Shuffled(Stacked):
     """Large batches go through the blocks backwards."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        x, large = self.stem(x), len(x) > 6
-        for block in reversed(self.blocks) if large else self.blocks:
-            x = block(x)
-        return self.head(x)
+    def order(self, x: Tensor) -> Iterable[nn.Module]:
+        return list(self.blocks)[::-1] if len(x) > 6 else self.blocks
 
 
 class Locked(Stacked):
@@ -553,31 +536,23 @@ class NoGrad(Stacked):
 class Checkpointed(Stacked):
     """Runs its blocks behind torch's own frames."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False)
-        return self.head(x)
+    def call(self, block: nn.Module, x: Tensor, place: int) -> Tensor:
+        return checkpoint(block, x, use_reentrant=False)
 
 
 class Skipping(Stacked):
     """Large batches skip the second block, small ones the first."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        x, skipped = self.stem(x), self.blocks[1 if len(x) > 6 else 0]
-        for block in self.blocks:
-            x = x if block is skipped else block(x)
-        return self.head(x)
+    def order(self, x: Tensor) -> Iterable[nn.Module]:
+        skipped = self.blocks[1 if len(x) > 6 else 0]
+        return [block for block in self.blocks if block is not skipped]
 
 
 class Swallowing(Stacked):
     """Goes on with what it has, whatever a block raises."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for block in self.blocks:
-            try:
-                x = block(x)
-            except BaseException:
-                x = x * 2
-        return self.head(x)
+    def call(self, block: nn.Module, x: Tensor, place: int) -> Tensor:
+        try:
+            return block(x)
+        except BaseException:
+            return x * 2

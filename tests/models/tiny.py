@@ -3,24 +3,12 @@
 from typing import Any
 
 import torch
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaModel,
-    MixtralConfig,
-    MixtralForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
-    YolosConfig,
-    YolosForObjectDetection,
-)
+import transformers as hf
 
 VOCAB = 97
 
 
-class TwoOutputs(LlamaModel):
+class TwoOutputs(hf.LlamaModel):
     """Which of them counts is not known."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -29,44 +17,40 @@ class TwoOutputs(LlamaModel):
         return output
 
 
-def tiny_gpt2(**changes: Any) -> GPT2LMHeadModel:
+def tiny_gpt2(**changes: Any) -> hf.GPT2LMHeadModel:
     torch.manual_seed(0)
     settings = {
         "vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "initializer_range": 0.2,
     }  # fmt: skip
-    return GPT2LMHeadModel(GPT2Config(**{**settings, **changes})).eval()
+    return hf.GPT2LMHeadModel(hf.GPT2Config(**{**settings, **changes})).eval()
 
 
-def tiny_mixtral(**changes: Any) -> MixtralForCausalLM:
+def tiny_mixtral(**changes: Any) -> hf.MixtralForCausalLM:
     """Its experts are one fused parameter in memory and split by expert on disk."""
     torch.manual_seed(0)
     settings = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     settings |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4, "initializer_range": 0.2}
-    return MixtralForCausalLM(MixtralConfig(**{**settings, **changes})).eval()
+    return hf.MixtralForCausalLM(hf.MixtralConfig(**{**settings, **changes})).eval()
 
 
-def tiny_qwen() -> Qwen3ForCausalLM:
+def tiny_qwen() -> hf.Qwen3ForCausalLM:
     torch.manual_seed(0)
-    return Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=VOCAB,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=8,
-            tie_word_embeddings=False,
-            initializer_range=0.2,
-        )
-    ).eval()
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 3,
+        "head_dim": 8,
+        "initializer_range": 0.2,
+    }
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
+    return hf.Qwen3ForCausalLM(hf.Qwen3Config(vocab_size=VOCAB, **sizes, **heads)).eval()
 
 
-def tiny_yolos() -> YolosForObjectDetection:
+def tiny_yolos() -> hf.YolosForObjectDetection:
     """Position embeddings are added between its blocks; they are zero at first."""
     torch.manual_seed(0)
-    model = YolosForObjectDetection(
-        YolosConfig(
+    model = hf.YolosForObjectDetection(
+        hf.YolosConfig(
             image_size=[32, 32], patch_size=8, hidden_size=32, intermediate_size=64, num_hidden_layers=3,
             num_attention_heads=4, num_detection_tokens=4,
         )
@@ -77,10 +61,10 @@ def tiny_yolos() -> YolosForObjectDetection:
     return model.eval()
 
 
-def tiny_t5() -> T5ForConditionalGeneration:
+def tiny_t5() -> hf.T5ForConditionalGeneration:
     torch.manual_seed(0)
-    return T5ForConditionalGeneration(
-        T5Config(
+    return hf.T5ForConditionalGeneration(
+        hf.T5Config(
             vocab_size=VOCAB, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_decoder_layers=2, num_heads=4,
             initializer_factor=1.0,
         )

@@ -72,6 +72,18 @@ def llama4(module: Any, args: tuple, kwargs: dict, everyone: bool = False) -> Ro
             yield "experts.down_proj", expert, token, split_halves(x @ module.experts.gate_up_proj[expert].double())
 
 
+def inkling_shared(module: Any, args: tuple, kwargs: dict) -> Rows:
+    """Every expert sees every token; the router scales what its last matrix is multiplied with."""
+    hidden, gammas = (*args, *kwargs.values())
+    hidden, gammas = hidden.flatten(0, -2).double(), gammas.reshape(-1, 2).double()
+    for token in range(len(hidden)):
+        for expert in range(2):
+            gate, up = (getattr(module, name)[expert].double() @ hidden[token] for name in ("gate_proj", "up_proj"))
+            yield "gate_proj", expert, token, hidden[token]
+            yield "up_proj", expert, token, hidden[token]
+            yield "down_proj", expert, token, silu(gate) * up * gammas[token, expert]
+
+
 def jetmoe_mlp(module: Any, args: tuple, kwargs: dict) -> Rows:
     hidden = (*args, *kwargs.values())[0].flatten(0, -2)
     for token in range(len(hidden)):
@@ -118,6 +130,7 @@ VISITS: dict[str, Visit] = {
     "JetMoeMoE": jetmoe_mlp,
     "GraniteMoeMoE": jetmoe_mlp,  # as transformers 5.0 has it; later it is called like most others
     "JetMoeAttention": jetmoe_attention,
+    "InklingSharedExperts": inkling_shared,
 }
 
 
@@ -159,8 +172,9 @@ def brute_experts(
         model(**batch)
     for handle in handles:
         handle.remove()
-    own = [name for name, p in model.named_parameters() if p.dim() == 3 and name.startswith(tuple(within))]
-    assert sorted(counts) == sorted(own)
+    stacked = [name for name, p in model.named_parameters() if p.dim() == 3 and name.startswith(tuple(within))]
+    convolutions = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Conv1d)}
+    assert counts.keys() == set(stacked) - convolutions
     seen.tokens = {name: sum(count) for name, count in counts.items()}
     return seen, counts
 

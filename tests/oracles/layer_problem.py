@@ -5,23 +5,36 @@ from torch import Tensor
 
 from modelopt_sparse.methods import METHODS
 from modelopt_sparse.methods.base import Solution, Stats
-from modelopt_sparse.methods.patterns import parse_pattern
+from modelopt_sparse.methods.patterns import NM, Pattern, parse_pattern
 from tests.helpers import correlated_inputs
+from tests.oracles import reference
 
 DAMPING = 0.01
 
 
+def stats_of(inputs: Tensor) -> Stats:
+    """Statistics of inputs [..., T, C], in their own precision."""
+    gram = inputs.mT @ inputs
+    return Stats(inputs.shape[-2], gram.diagonal(dim1=-2, dim2=-1).clone(), gram)
+
+
 def problem(seed: int, rows: int = 48, columns: int = 64) -> tuple[Tensor, Stats]:
     """A random weight and the statistics of correlated inputs."""
-    x = correlated_inputs(4 * columns, columns, seed)
-    gram = x.T @ x
     weight = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    return weight, Stats(len(x), gram.diagonal().clone(), gram)
+    return weight, stats_of(correlated_inputs(4 * columns, columns, seed))
 
 
 def damped(stats: Stats, damping: float = DAMPING) -> Tensor:
     assert stats.gram is not None
     return stats.gram + damping * stats.gram.diagonal().mean() * torch.eye(len(stats.gram), dtype=torch.float64)
+
+
+def one_at_a_time(weight: Tensor, gram: Tensor, pattern: Pattern, block_size: int, damping: float = DAMPING) -> tuple:
+    """SparseGPT by `reference.sparsegpt` -> (pruned weight, mask)."""
+    if isinstance(pattern, NM):
+        return reference.sparsegpt(weight, gram, nm=(pattern.n, pattern.m), damping=damping)
+    choice = {"sparsity": pattern.sparsity, "scope": pattern.scope or "matrix", "block_size": block_size}
+    return reference.sparsegpt(weight, gram, damping=damping, **choice)
 
 
 def exact_refit(weight: Tensor, mask: Tensor, gram: Tensor) -> Tensor:

@@ -14,7 +14,6 @@ from modelopt_sparse.methods.alps import Scaled
 from modelopt_sparse.methods.base import Stats
 from modelopt_sparse.model import devices
 from modelopt_sparse.plan import memory as planned_memory
-from modelopt_sparse.plan.plan import Plan
 from modelopt_sparse.plan.planner import make_plan
 from modelopt_sparse.shrinking import importance as choose_channels
 from modelopt_sparse.shrinking.importance import Criterion
@@ -22,27 +21,24 @@ from modelopt_sparse.shrinking.plan import plan_shrink
 from modelopt_sparse.shrinking.sizes import TargetSizes
 from tests.helpers import LiveBytes, tiny_llama
 from tests.models.shrinkable import shrinkable
+from tests.plan.test_planner import untied
 
 pytestmark = pytest.mark.core
 
-LINEARS = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
-LINEARS += ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
-ALL = [f"model.layers.{i}.{linear}" for i in range(2) for linear in LINEARS]
-
-
-def names(plan: Plan) -> list[str]:
-    return [item.name for item in plan.layers]
-
-
-def reasons(plan: Plan) -> dict[str, str]:
-    return {item.name: item.reason for item in plan.skipped}
-
-
-def untied(**changes):
-    return tiny_llama(tie_word_embeddings=False, **changes)
-
 
 # memory ---------------------------------------------------------------------------------------------------------------
+
+
+# 32 wide, 2 blocks: q and o 32 x 32, k and v 16 x 32, gate and up 64 x 32, down 32 x 64, and two norms; in bfloat16
+MATRICES = 2 * 32 * 32 + 2 * 16 * 32 + 3 * 64 * 32
+COLUMNS, ROWS = 6 * 32 + 64, 32 + 16 + 16 + 32 + 64 + 64 + 32
+BLOCK = 2 * (MATRICES + 2 * 32)
+GRAMS, SOLVER = 4 * (6 * 32 * 32 + 64 * 64), 4 * (10 * 32 * 64 + 4 * 64 * 64)
+HELD = {
+    "outside_of_the_blocks": 2 * (2 * 97 * 32 + 32 + 2 * 4),  # embedding, head, norm; buffers of 4 rotary frequencies
+    "one_block_twice": 2 * BLOCK,
+    "activations": 5 * 10 * 32 * 2,
+}
 
 
 class Tokenizer:
@@ -50,24 +46,13 @@ class Tokenizer:
 
 
 def test_memory_figures_agree_with_a_hand_computation():
-    # 32 wide: q, k, v, o, gate and up have 32 inputs, down has 64; statistics are float32
-    grams = 4 * (6 * 32 * 32 + 64 * 64)
-    weights = 2 * (2 * 32 * 32 + 2 * 16 * 32 + 3 * 64 * 32)
-    down = 4 * (10 * 32 * 64 + 4 * 64 * 64)  # the largest workspace: ten numbers per weight, four Gram matrices
+    """Statistics are float32; the largest workspace: ten numbers per weight of down, four Gram matrices."""
     text = {"data": ["some text"], "tokenizer": Tokenizer(), "num_samples": 5}
-    plan = make_plan(untied(), "sparsegpt", text)
-    assert plan.memory == {
-        "statistics_of_one_block": grams,
-        "solver_workspace": down,
-        "masks": weights,
-        "cached_activations": 5 * 64 * 32 * 4,  # windows of the model's 64 positions
-    }
+    of_layers = {"statistics_of_one_block": GRAMS, "solver_workspace": SOLVER}
+    plan = make_plan(untied(), "sparsegpt", text)  # windows of the model's 64 positions
+    assert plan.memory == of_layers | {"masks": 2 * MATRICES, "cached_activations": 5 * 64 * 32 * 4}
     halved = make_plan(untied().bfloat16(), "sparsegpt", text, seq_len=10, enforce=False)
-    assert halved.memory == {
-        "statistics_of_one_block": grams,
-        "solver_workspace": down,
-        "cached_activations": 5 * 10 * 32 * 2,
-    }
+    assert halved.memory == of_layers | {"cached_activations": 5 * 10 * 32 * 2}
     for target, copies in (("sparse", 2), ("dense", 3)):
         tuned = make_plan(untied(), "sparsegpt", text, reconstruct={"target": target})
         assert tuned.memory["cached_activations"] == copies * 5 * 64 * 32 * 4
@@ -82,13 +67,8 @@ def test_memory_of_stacked_matrices_layers_outside_of_blocks_and_twins():
     plan = make_plan(attention, "sparsegpt")
     assert plan.memory["statistics_of_one_block"] == 4 * (3 * 8 * 8 + 8 * 8)
 
-    model = nn.ModuleDict(
-        {
-            "a": nn.Linear(8, 8),
-            "b": nn.Linear(12, 8),
-            "layers": nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))]),
-        }
-    )
+    layers = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))])
+    model = nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.Linear(12, 8), "layers": layers})
     plan = make_plan(model, "sparsegpt", include=["a", "b"])
     assert plan.memory["statistics_of_one_block"] == 4 * 12 * 12  # one at a time
 
@@ -98,25 +78,14 @@ def test_memory_of_stacked_matrices_layers_outside_of_blocks_and_twins():
 
 
 def test_memory_of_a_run_that_streams_agrees_with_a_hand_computation():
-    """32 wide, 2 blocks: q and o 32 x 32, k and v 16 x 32, gate and up 64 x 32, down 32 x 64, and two norms."""
-    matrices = 2 * 32 * 32 + 2 * 16 * 32 + 3 * 64 * 32
-    block = 2 * (matrices + 2 * 32)  # bfloat16
-    outside = 2 * (2 * 97 * 32 + 32 + 2 * 4)  # embedding, head, last norm; two buffers of 4 rotary frequencies
-    grams, solver = 4 * (6 * 32 * 32 + 64 * 64), 4 * (10 * 32 * 64 + 4 * 64 * 64)
-    data = {"num_samples": 5, "seq_len": 10}
-    model = untied().bfloat16()
-    held = {
-        "outside_of_the_blocks": outside,
-        "one_block_twice": 2 * block,
-        "masks_of_one_block": matrices,
-        "activations": 5 * 10 * 32 * 2,
-    }
-    solving = {"statistics_of_one_block": grams, "workspace": solver}
-    assert make_plan(model, "sparsegpt", data).streamed == {"host": held | solving}
+    data, model = {"num_samples": 5, "seq_len": 10}, untied().bfloat16()
+    solving = {"statistics_of_one_block": GRAMS, "workspace": SOLVER}
+    masked = HELD | {"masks_of_one_block": MATRICES}
+    assert make_plan(model, "sparsegpt", data).streamed == {"host": masked | solving}
     on_gpu = make_plan(model, "sparsegpt", data, device="cuda:1", enforce=False)
     assert on_gpu.streamed == {
-        "host": held | {"masks_of_one_block": 0},
-        "cuda:1": {"one_block": block, "masks_of_one_block": 0, **solving},
+        "host": HELD | {"masks_of_one_block": 0},
+        "cuda:1": {"one_block": BLOCK, "masks_of_one_block": 0, **solving},
     }
     assert on_gpu.as_dict()["streamed_memory_bytes"] == on_gpu.streamed
 
@@ -141,10 +110,9 @@ def test_memory_is_a_table_with_sums():
 
 def test_a_large_batch_takes_more_than_the_solver():
     """Each token: inputs and outputs of all layers of a block in bfloat16, and the inputs in float32."""
-    columns, rows = 6 * 32 + 64, 32 + 16 + 16 + 32 + 64 + 64 + 32
     model = untied().bfloat16()
     held = make_plan(model, "wanda", num_samples=64, batch_size=16, seq_len=64).streamed["host"]
-    assert held["workspace"] == 16 * 64 * (2 * (rows + columns) + 4 * columns)
+    assert held["workspace"] == 16 * 64 * (2 * (ROWS + COLUMNS) + 4 * COLUMNS)
     batches = [torch.ones(1, 4, dtype=torch.long)]
     unknown = make_plan(model, "wanda", data_loader=batches)
     assert "activations" not in unknown.streamed["host"]
@@ -186,26 +154,18 @@ def test_a_solver_holds_no_more_than_the_plan_says(method, dtype, pattern, shape
 
 
 def test_memory_of_a_streamed_shrink_agrees_with_a_hand_computation():
-    """32 wide, 2 blocks, as above; MLPs of 64."""
-    matrices = 2 * 32 * 32 + 2 * 16 * 32 + 3 * 64 * 32
+    """MLPs of 64."""
     model, data = untied().bfloat16(), {"num_samples": 5, "seq_len": 10}
-    held = {
-        "outside_of_the_blocks": 2 * (2 * 97 * 32 + 32 + 2 * 4),
-        "one_block_twice": 2 * 2 * (matrices + 2 * 32),
-        "activations": 5 * 10 * 32 * 2,
-    }
     channels = {"statistics_of_one_block": 2 * 4 * 64 * 64, "workspace": 44 * 64 * 64 + 72 * 32 * 64}
     plan = plan_shrink(model, mlp=0.25, **data)
-    assert plan.streamed == {"host": held | channels}
+    assert plan.streamed == {"host": HELD | channels}
     assert plan.as_dict()["streamed_memory_bytes"] == plan.streamed
     assert f"in all {sum(plan.streamed['host'].values()) / 2**20:,.1f}" in " ".join(str(plan).split())
     # without channels the largest are a batch of ten tokens, or what tunes the block
-    columns, rows = 6 * 32 + 64, 32 + 16 + 16 + 32 + 64 + 64 + 32
-    assert plan_shrink(model, blocks=1, **data).streamed == {
-        "host": held | {"workspace": 10 * (2 * (rows + columns) + 4 * columns)}
-    }
+    batch = {"workspace": 10 * (2 * (ROWS + COLUMNS) + 4 * COLUMNS)}
+    assert plan_shrink(model, blocks=1, **data).streamed == {"host": HELD | batch}
     tuned = plan_shrink(model, blocks=1, reconstruct=1, **data).streamed["host"]
-    assert tuned["workspace"] == 6 * 4 * matrices
+    assert tuned["workspace"] == 6 * 4 * MATRICES
     assert plan_shrink(model, budget="90% params").streamed == {}
 
 

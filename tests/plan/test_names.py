@@ -129,27 +129,17 @@ def test_a_mode_list_brings_its_class_rules_along(config):
 
 
 @pytest.mark.parametrize(
-    ("mode", "message"),
+    ("mode", "words"),
     [
         ([], "a mode list names one method, this one has 0"),
         (["magnitude", "sparsegpt"], "a mode list names one method, this one has 2"),
         (["nothing"], "method 'nothing' is not known"),
         (
             [("sparsegpt", {"*lm_head*": None})],
-            r"such as 'nn.Linear', and '\*lm_head\*' is none: give rules of globs alone",
+            r"such as 'nn.Linear', and '\*lm_head\*' is none: give rules of globs al",
         ),
         ([("sparsegpt", {"nn.Linaer": {}})], "such as 'nn.Linear', and 'nn.Linaer' is none"),
         ([("sparsegpt", {"Linear": {}})], "such as 'nn.Linear', and 'Linear' is none"),
-    ],
-)
-def test_a_bad_mode_list_is_refused(mode, message):
-    with pytest.raises(ValueError, match=message):
-        resolve_method(mode)
-
-
-@pytest.mark.parametrize(
-    ("mode", "message"),
-    [
         ([("sparsegpt", {}, {})], "mode list entry .* give a name, or a name with class rules"),
         ([("sparsegpt", ["nn.Linear"])], "mode list entry .* give a name, or a name with class rules"),
         ([5], "mode list entry 5: give a name"),
@@ -157,8 +147,9 @@ def test_a_bad_mode_list_is_refused(mode, message):
         ([("sparsegpt", {"nn.Linear": {"pattern": "1:4"}})], "a rule is a glob of layer names with a mapping"),
     ],
 )
-def test_a_mode_list_of_the_wrong_shape_is_refused(mode, message):
-    with pytest.raises(TypeError, match=message):
+def test_a_bad_mode_list_is_refused(mode, words):
+    wrong_type = any(part in words for part in ("entry", "class rule '", "a rule is"))
+    with pytest.raises(TypeError if wrong_type else ValueError, match=words):
         resolve_method(mode)
 
 

@@ -9,27 +9,10 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 import modelopt_sparse as mts
-from modelopt_sparse.plan.plan import Plan
 from modelopt_sparse.plan.planner import make_plan
-from tests.helpers import tiny_llama
+from tests.plan.test_planner import untied
 
 pytestmark = pytest.mark.core
-
-LINEARS = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
-LINEARS += ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
-ALL = [f"model.layers.{i}.{linear}" for i in range(2) for linear in LINEARS]
-
-
-def names(plan: Plan) -> list[str]:
-    return [item.name for item in plan.layers]
-
-
-def reasons(plan: Plan) -> dict[str, str]:
-    return {item.name: item.reason for item in plan.skipped}
-
-
-def untied(**changes):
-    return tiny_llama(tie_word_embeddings=False, **changes)
 
 
 # what it shows --------------------------------------------------------------------------------------------------------

@@ -12,16 +12,17 @@ from modelopt_sparse.methods import METHODS
 from modelopt_sparse.methods.patterns import NM, parse_pattern
 from modelopt_sparse.plan.options import QUALITIES, Distill, Reconstruct
 from modelopt_sparse.plan.planner import resolve
-from tests.helpers import assert_bits, assert_same_state, state_of, tiny_llama, token_batches
+from tests.helpers import (
+    assert_bits,
+    assert_same_masks,
+    assert_same_state,
+    refused,
+    state_of,
+    tiny_llama,
+    token_batches,
+)
 
-OFF = {
-    "self_data": 0,
-    "permute": False,
-    "update": True,
-    "polish": 0,
-    "reconstruct": None,
-    "distill": None,
-}
+OFF = {"self_data": 0, "permute": False, "update": True, "polish": 0, "reconstruct": None, "distill": None}
 PATTERNS = ["2:4", "50%"]
 
 
@@ -62,15 +63,27 @@ def test_quality_chooses_method_and_options(quality, pattern):
         assert settings(quality=quality) == expected
 
 
+CONFIG = mts.SparsifyConfig
+WINS = [
+    (None, {"polish": False, "reconstruct": False}, {"polish": 0, "reconstruct": None}),
+    ({"reconstruct": 3}, {"polish": 7}, {"polish": 7, "reconstruct": Reconstruct(epochs=3)}),
+    (CONFIG(reconstruct=Reconstruct(epochs=3)), {}, {"reconstruct": Reconstruct(epochs=3)}),
+    # even if it is the default
+    (CONFIG(polish=0), {}, {"polish": 0}),
+    (CONFIG(permute=False), {}, {"permute": False}),
+    (CONFIG(reconstruct=False), {}, {"reconstruct": None}),  # type: ignore[arg-type]
+    (copy.deepcopy(CONFIG(polish=0)), {}, {"polish": 0}),
+]
+
+
 @pytest.mark.parametrize("quality", QUALITIES)
 def test_what_is_said_wins_over_quality(quality):
     assert settings("wanda", quality=quality)[0] == "wanda"
-    _, found = settings(quality=quality, polish=False, reconstruct=False)
-    assert (found["polish"], found["reconstruct"]) == (0, None)
-    _, found = settings(config={"quality": quality, "reconstruct": 3}, polish=7)
-    assert (found["polish"], found["reconstruct"]) == (7, Reconstruct(epochs=3))
-    _, found = settings(config=mts.SparsifyConfig(reconstruct=Reconstruct(epochs=3)), quality=quality)
-    assert found["reconstruct"] == Reconstruct(epochs=3)
+    for config, options, expected in WINS:
+        found = settings(config=config, quality=quality, **options)[1]
+        assert {name: found[name] for name in expected} == expected
+    assert settings(config=CONFIG(quality="fast"))[1]["polish"] == 3
+    assert settings(config=replace(CONFIG(quality="fast"), seed=3))[1]["polish"] == 3
 
 
 @pytest.mark.parametrize(
@@ -89,20 +102,18 @@ def test_the_report_names_the_whole_recipe(quality, pattern, recipes):
     assert report.settings["quality"] == quality
 
 
-def test_a_method_that_has_no_use_for_quality():
-    with pytest.raises(ValueError, match="quality='best' is for methods that learn from calibration data"):
-        mts.make_plan(tiny_llama(), "magnitude", quality="best")
-
-
-@pytest.mark.parametrize(("value", "near"), [("bets", "did you mean 'best'"), (3, "allowed are 'fast'")])
-def test_a_quality_that_is_not_known(value, near):
-    with pytest.raises(ValueError, match=f"quality={value!r}.*{near}"):
-        mts.make_plan(tiny_llama(), quality=value)
-
-
-def test_quality_with_dense_values_says_who_asked_for_what():
-    with pytest.raises(ValueError, match=r"update=False keeps the dense values.*set by quality='best'"):
-        mts.make_plan(tiny_llama(), quality="best", update=False)
+@pytest.mark.parametrize(
+    ("method", "options", "words"),
+    [
+        ("magnitude", {"quality": "best"}, "quality='best' is for methods that learn from calibration data"),
+        (None, {"quality": "bets"}, "quality='bets'.*did you mean 'best'"),
+        (None, {"quality": 3}, "quality=3.*allowed are 'fast'"),
+        (None, {"quality": "best", "update": False}, "update=False keeps the dense values.*set by quality='best'"),
+    ],
+)
+def test_qualities_that_are_refused(method, options, words):
+    with pytest.raises(ValueError, match=words):
+        mts.make_plan(tiny_llama(), method, **options)
 
 
 # dense values -------------------------------------------------------------------------------------------------------
@@ -112,9 +123,8 @@ def test_update_false_keeps_the_mask_and_the_dense_values():
     dense = tiny_llama()
     compensated = sparsified("sparsegpt", sequential="none")
     masks_only = sparsified("sparsegpt", sequential="none", update=False)
-    masks = dict(mts.named_masks(compensated))
+    assert_same_masks(masks_only, compensated)
     for name, mask in mts.named_masks(masks_only):
-        assert torch.equal(mask, masks[name])
         assert_bits(masks_only.get_parameter(name).detach(), dense.get_parameter(name).detach() * mask + 0.0)
     assert {layer.recipe for layer in mts.report(masks_only).layers} == {"sparsegpt+dense-values"}
     assert {layer.recipe for layer in mts.report(sparsified("wanda", update=False)).layers} == {"wanda"}
@@ -146,8 +156,7 @@ def test_masks_with_everything_that_follows():
     report = mts.report(model)
     assert {layer.recipe for layer in report.layers} == {"masks+polish+reconstruct"}
     assert all(after <= before for before, after in (layer.errors for layer in report.layers))
-    for name, mask in mts.named_masks(model):
-        assert torch.equal(mask, masks[name])
+    assert_same_masks(model, masks)
     for quality, recipe in (("fast", "masks+polish"), ("best", "masks+reconstruct")):
         plan = mts.make_plan(tiny_llama(), masks=masks, quality=quality, data_loader=token_batches())
         assert {layer.recipe for layer in plan.layers} == {recipe}
@@ -157,12 +166,8 @@ def test_layers_without_a_mask_stay_dense_and_say_so():
     masks = {name: mask for name, mask in some_masks().items() if "mlp" in name}
     model = mts.sparsify(tiny_llama(), masks=masks)
     assert dict(mts.named_masks(model)).keys() == masks.keys()
-    assert {item.name.split(".")[-1] for item in mts.report(model).skipped if item.reason == "no mask given"} == {
-        "q_proj",
-        "k_proj",
-        "v_proj",
-        "o_proj",
-    }
+    dense = {item.name.split(".")[-1] for item in mts.report(model).skipped if item.reason == "no mask given"}
+    assert dense == {"q_proj", "k_proj", "v_proj", "o_proj"}
 
 
 def test_unstructured_masks_may_hold_any_count():
@@ -175,44 +180,31 @@ def test_unstructured_masks_may_hold_any_count():
     mts.verify(model)
 
 
+def as_they_are(masks, name):
+    return masks
+
+
+OTHERS = "masks= says which weights stay, and {} would choose others"
+PLACES = "breaks pattern 2:4 in .* places: give its own, or 0.5 for any"
+
+
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "options", "message"),
     [
-        (lambda m, n: {**m, n: m[n].float()}, r"masks\['.*'\] must be a torch.bool tensor"),
-        (lambda m, n: {**m, n: None}, "must be a torch.bool tensor"),
-        (lambda m, n: {**m, n: m[n][:4]}, "has shape .*: it must be \\["),
-        (lambda m, n: {**m, n: ~m[n] | m[n]}, "breaks pattern 2:4 in .* places: give its own, or 0.5 for any"),
-        (lambda m, n: {f"{n}s": m[n]}, "belongs to no prunable parameter.*did you mean"),
-        (lambda m, n: {}, "give a mapping of parameter names to masks"),
-        (lambda m, n: list(m), "masks is a list: give a mapping"),
+        (lambda m, n: {**m, n: m[n].float()}, {}, r"masks\['.*'\] must be a torch.bool tensor"),
+        (lambda m, n: {**m, n: None}, {}, "must be a torch.bool tensor"),
+        (lambda m, n: {**m, n: m[n][:4]}, {}, "has shape .*: it must be \\["),
+        (lambda m, n: {**m, n: ~m[n] | m[n]}, {}, PLACES),
+        (lambda m, n: {f"{n}s": m[n]}, {}, "belongs to no prunable parameter.*did you mean"),
+        (lambda m, n: {}, {}, "give a mapping of parameter names to masks"),
+        (lambda m, n: list(m), {}, "masks is a list: give a mapping"),
+        (as_they_are, {"method": "wanda"}, "masks= takes the place of a method"),
+        (as_they_are, {"permute": True}, OTHERS.format("permute")),
+        (as_they_are, {"budget": "35% zeros"}, OTHERS.format("budget")),
+        (as_they_are, {"pattern": NM(2, 5)}, "not a multiple of 5"),
     ],
 )
-def test_masks_that_do_not_fit(change, message):
-    masks, model = some_masks(), tiny_llama()
-    before = state_of(model)
-    with pytest.raises((TypeError, ValueError), match=message):
-        mts.sparsify(model, masks=change(masks, next(iter(masks))))
-    assert_same_state(model, before)
-
-
-def test_masks_with_a_method_or_with_what_chooses_others():
-    with pytest.raises(ValueError, match="masks= takes the place of a method"):
-        mts.make_plan(tiny_llama(), "wanda", masks=some_masks())
-    for name, value in (("permute", True), ("budget", "35% zeros")):
-        with pytest.raises(ValueError, match=f"masks= says which weights stay, and {name} would choose others"):
-            mts.make_plan(tiny_llama(), masks=some_masks(), **{name: value})
-
-
-def test_masks_of_a_pattern_that_the_columns_do_not_fit():
+def test_masks_that_do_not_fit(change, options, message):
     masks = some_masks()
-    with pytest.raises(ValueError, match="not a multiple of 5"):
-        mts.make_plan(tiny_llama(), masks=masks, pattern=NM(2, 5))
-
-
-def test_what_a_config_says_wins_over_quality_even_if_it_is_the_default():
-    assert settings(config=mts.SparsifyConfig(quality="fast", polish=0))[1]["polish"] == 0
-    assert settings(config=mts.SparsifyConfig(quality="balanced", permute=False))[1]["permute"] is False
-    assert settings(config=mts.SparsifyConfig(quality="balanced", reconstruct=False))[1]["reconstruct"] is None
-    assert settings(config=mts.SparsifyConfig(quality="fast"))[1]["polish"] == 3
-    assert settings(config=replace(mts.SparsifyConfig(quality="fast"), seed=3))[1]["polish"] == 3
-    assert settings(config=copy.deepcopy(mts.SparsifyConfig(quality="fast", polish=0)))[1]["polish"] == 0
+    masks = change(masks, next(iter(masks)))
+    refused(mts.sparsify, tiny_llama(), masks=masks, **options, match=message, error=(TypeError, ValueError))

@@ -20,7 +20,15 @@ from modelopt_sparse.budget.costs import lowered
 from modelopt_sparse.calibration import dense as calibrated
 from modelopt_sparse.methods.patterns import parse_pattern
 from modelopt_sparse.run import calibrating
-from tests.helpers import assert_same_state, calibrated_run, state_of, tiny_llama, token_batches
+from tests.helpers import (
+    assert_same_masks,
+    assert_same_state,
+    calibrated_run,
+    refused,
+    state_of,
+    tiny_llama,
+    token_batches,
+)
 from tests.models.tiny import TwoOutputs
 from tests.reports.pages import figures
 
@@ -35,14 +43,29 @@ def size_of(plan: mts.Plan) -> int:
     return sum(layer.size for layer in plan.layers)
 
 
+def drawn_loss(model: nn.Module, ids: torch.Tensor, number: int) -> torch.Tensor:
+    """Of labels that are drawn once more as the code draws them."""
+    log_p = model(ids).logits.flatten(0, 1).log_softmax(-1)
+    places = torch.rand(len(log_p), generator=torch.Generator().manual_seed(number), dtype=torch.float64)
+    cumulative = log_p.detach().double().exp().cumsum(-1)
+    drawn = (cumulative <= (places * cumulative[:, -1])[:, None]).sum(-1)
+    return -log_p[torch.arange(len(log_p)), drawn].sum()
+
+
+def table_of(model: nn.Module, method: str, **options: Any) -> tuple[Any, Any]:
+    """(the table of losses, the run's data), by a run that ends there."""
+    _, data = calibrated_run(model, method, **options)
+    with calibrating(model):
+        _, table = solving.tabled(data)
+    return table, data
+
+
 def test_losses_by_gradients_one_by_one():
-    """Labels are drawn once more as the code draws them; solutions are those of a run on dense inputs."""
+    """Solutions are those of a run on dense inputs."""
     model, batches = tiny_llama().eval(), token_batches(2)
     before = state_of(model)
     options = {"data_loader": batches, "budget": "50% zeros", "choices": ["dense", "2:4", "30%"]}
-    _, data = calibrated_run(model, "wanda", **options)
-    with calibrating(model):
-        _, table = solving.tabled(data)
+    table, _ = table_of(model, "wanda", **options)
     assert_same_state(model, before)
     layers = {layer.name: model.get_submodule(layer.name) for layer in table.plan.layers}
     squares = {name: torch.zeros(len(layer.weight), dtype=torch.float64) for name, layer in layers.items()}
@@ -52,12 +75,7 @@ def test_losses_by_gradients_one_by_one():
         for name, layer in layers.items()
     ]
     for number, ids in enumerate(batches):
-        labels = torch.Generator().manual_seed(number)
-        log_p = model(ids).logits.flatten(0, 1).log_softmax(-1)
-        places = torch.rand(len(log_p), generator=labels, dtype=torch.float64)
-        cumulative = log_p.detach().double().exp().cumsum(-1)
-        drawn = (cumulative <= (places * cumulative[:, -1])[:, None]).sum(-1)
-        loss = -log_p[torch.arange(len(log_p)), drawn].sum()
+        loss = drawn_loss(model, ids, number)
         for name, gradient in zip(layers, torch.autograd.grad(loss, [layer.weight for layer in layers.values()])):
             squares[name] += gradient.double().square().sum(1)
     for hook in hooks:
@@ -133,10 +151,7 @@ def test_a_matrix_of_many_weights_steps_by_a_ten_thousandth():
     assert (name, level.sparsity) == ("0.0", 0.4334)
 
 
-CEILINGS = {
-    "flops": ("70% flops", {}),
-    "bytes": ("75% bytes", {"runtime": "cusparselt"}),
-}
+CEILINGS = {"flops": ("70% flops", {}), "bytes": ("75% bytes", {"runtime": "cusparselt"})}
 
 
 @pytest.mark.parametrize("name", CEILINGS)
@@ -239,15 +254,6 @@ def test_experts_in_a_list_choose_together():
     assert said["costs"]["flops"][0] == 2 * stay[0] + -(-2 * sum(stay[1:]) // 3) <= 160
 
 
-def test_a_model_that_accelerate_offloads_is_refused():
-    """Its weights leave no gradients behind, and without them all choices would lose nothing."""
-    model = cpu_offload(tiny_llama(), execution_device=torch.device("cpu"))
-    with pytest.raises(ValueError, match=r"budget needs gradients, and accelerate offloads.*give device="):
-        mts.sparsify(model, "sparsegpt", budget="40% zeros", **DATA)
-    assert all(parameter.is_meta for parameter in model.parameters())
-    assert not hasattr(model.model.layers[0].mlp.up_proj, "weight_mask")
-
-
 WHY = {
     "a forward_loop calls": (tiny_llama, {"forward_loop": lambda model: [model(b) for b in DATA["data_loader"]]}),
     "the output is a BaseModelOutputWithPast with no logits but": (lambda: TwoOutputs(tiny_llama().config), {}),
@@ -263,8 +269,7 @@ def test_where_losses_cannot_be_measured_an_optional_budget_is_the_pattern(why):
     model, plain = make(), make()
     mts.sparsify(model, "sparsegpt", budget="auto", **options)
     mts.sparsify(plain, "sparsegpt", **options)
-    for (name, mask), (_, other) in zip(mts.named_masks(model), mts.named_masks(plain), strict=True):
-        assert torch.equal(mask, other), name
+    assert_same_masks(model, plain)
     report = mts.report(model)
     assert any(
         note.startswith(f"50% per matrix in every layer, not shared out by losses: {why}") for note in report.notes
@@ -280,21 +285,29 @@ def test_quality_with_a_level_takes_a_budget_of_its_zeros():
     assert len({layer.pattern for layer in report.layers}) > 1
 
 
-def test_errors_say_what_to_give():
-    rows = {"data_loader": [torch.randn(16, 8)], "progress": False}
-    model = Classifier(bad=True)
-    before = state_of(model)
-    with pytest.raises(ValueError, match=r"layer 'blocks.0.0': its gradients hold NaN or inf.*or exclude it"):
-        mts.sparsify(model, "sparsegpt", budget="35% zeros", **rows)
-    assert_same_state(model, before)
-    with pytest.raises(ValueError, match=r"'95% zeros': the choices leave at least 20.0% of the weights: add sparser"):
-        mts.sparsify(tiny_llama(), "sparsegpt", budget="95% zeros", **DATA)
-    with pytest.raises(ValueError, match=r"'10% flops': the choices leave at least 50.0% of flops: add sparser"):
-        mts.sparsify(tiny_llama(), "sparsegpt", budget="10% flops", choices=["dense", "2:4"], **DATA)
-    with pytest.raises(ValueError, match="every layer may stay dense, and nothing is pruned: ask for less"):
-        mts.sparsify(tiny_llama(), "sparsegpt", budget="100% flops", choices=["dense", "2:4"], **DATA)
-    with pytest.raises(ValueError, match=r"with no logits but 'last_hidden_state' .* 'pooled' .*give output="):
-        mts.sparsify(TwoOutputs(tiny_llama().config), "sparsegpt", budget="35% zeros", **DATA)
+REFUSED = [
+    ("95% zeros", None, "'95% zeros': the choices leave at least 20.0% of the weights: add sparser"),
+    ("10% flops", ["dense", "2:4"], "'10% flops': the choices leave at least 50.0% of flops: add sparser"),
+    ("100% flops", ["dense", "2:4"], "every layer may stay dense, and nothing is pruned: ask for less"),
+]
+
+
+@pytest.mark.parametrize(("budget", "choices", "match"), REFUSED)
+def test_budgets_that_cannot_be_met_say_what_to_give(budget, choices, match):
+    refused(mts.sparsify, tiny_llama(), "sparsegpt", match=match, budget=budget, choices=choices, **DATA)
+
+
+def test_models_whose_losses_cannot_be_measured():
+    """Offloaded weights leave no gradients behind, and without them all choices would lose nothing."""
+    rows, match = {"data_loader": [torch.randn(16, 8)]}, r"'blocks.0.0': its gradients hold NaN or inf.*or exclude it"
+    refused(mts.sparsify, Classifier(bad=True), "sparsegpt", match=match, budget="35% zeros", **rows)
+    model, match = TwoOutputs(tiny_llama().config), "with no logits but 'last_hidden_state' .* 'pooled' .*give output="
+    refused(mts.sparsify, model, "sparsegpt", match=match, budget="35% zeros", **DATA)
+    model = cpu_offload(tiny_llama(), execution_device=torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"budget needs gradients, and accelerate offloads.*give device="):
+        mts.sparsify(model, "sparsegpt", budget="40% zeros", **DATA)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert not hasattr(model.model.layers[0].mlp.up_proj, "weight_mask")
 
 
 def test_a_curve_is_of_a_model_that_stays(tmp_path):
@@ -349,9 +362,7 @@ FIXED = {"*.v_proj": {"pattern": 0.5}, "*.o_proj": {"choices": ["dense", "20%"]}
 )
 def test_levels_and_choices_of_rules_stay(options):
     """In the choice by losses and in the plain plan, whichever is taken."""
-    _, data = calibrated_run(tiny_llama().eval(), "sparsegpt", rules=FIXED, **options, **DATA)
-    with calibrating(data.run.model):
-        _, table = solving.tabled(data)
+    table, data = table_of(tiny_llama().eval(), "sparsegpt", rules=FIXED, **options, **DATA)
     budget = data.run.config.budget
     best = table.best(budget)
     assert best is not None
@@ -411,9 +422,7 @@ def test_experts_cost_what_the_router_chooses(name):
     torch.manual_seed(0)
     config = getattr(transformers, f"{kind}Config")(**sizes, **own)
     model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
-    _, data = calibrated_run(model, "sparsegpt", budget="60% flops", choices=["dense", "2:4"], **DATA)
-    with calibrating(model):
-        _, table = solving.tabled(data)
+    table, _ = table_of(model, "sparsegpt", budget="60% flops", choices=["dense", "2:4"], **DATA)
     routed = [each.size for each in table.plan.layers if ".experts." in each.name]
     others = [each.size for each in table.plan.layers if ".experts." not in each.name]
     assert routed

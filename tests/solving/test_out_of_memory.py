@@ -15,7 +15,7 @@ from modelopt_sparse.methods.patterns import NM, Unstructured
 from modelopt_sparse.methods.scores import GivenMask
 from modelopt_sparse.model.devices import is_out_of_memory
 from modelopt_sparse.solving import solve as one_block
-from tests.helpers import Snapshot, assert_bits, refused, state_of, tiny_llama, token_batches
+from tests.helpers import Snapshot, assert_bits, assert_same_masks, refused, state_of, tiny_llama, token_batches
 from tests.models.expert_models import MODELS, VOCAB
 from tests.oracles.layer_problem import problem
 
@@ -66,10 +66,8 @@ def compared(make: Callable[[], nn.Module], method: Scarce, **options: Any) -> t
     whole, pieces = make(), make()
     mts.sparsify(whole, method.inner, **options)
     mts.sparsify(pieces, method, **options)
-    masks = dict(mts.named_masks(whole))
-    assert masks
-    for name, mask in mts.named_masks(pieces):
-        assert torch.equal(mask, masks[name]), name
+    assert dict(mts.named_masks(whole))
+    assert_same_masks(pieces, whole)
     for (name, one), (_, other) in zip(whole.named_parameters(), pieces.named_parameters()):
         if method.updates or options.get("polish"):
             torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-5, msg=name)
@@ -83,25 +81,13 @@ def compared(make: Callable[[], nn.Module], method: Scarce, **options: Any) -> t
     return a, b
 
 
-@pytest.mark.parametrize("failure", FAILURES)
-def test_what_is_taken_for_no_memory(failure):
-    assert is_out_of_memory(FAILURES[failure]())
-
-
-def test_what_is_not():
-    for error in (
-        RuntimeError("no product of these shapes"),
-        ValueError("DefaultCPUAllocator: "),
-        OSError(),
-    ):
-        assert not is_out_of_memory(error)
-
-
-def test_an_allocation_that_no_machine_has_is_one():
-    """What torch really raises."""
+def test_what_is_taken_for_no_memory():
+    """Also what torch really raises for an allocation that no machine has."""
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**60, dtype=torch.uint8)
-    assert is_out_of_memory(caught.value)
+    assert all(map(is_out_of_memory, [caught.value, *(make() for make in FAILURES.values())]))
+    others = [RuntimeError("no product of these shapes"), ValueError("DefaultCPUAllocator: "), OSError()]
+    assert not any(map(is_out_of_memory, others))
 
 
 # rows -----------------------------------------------------------------------------------------------------------------
@@ -226,60 +212,45 @@ def test_a_memory_limit_is_where_they_start():
 # no smaller pieces ----------------------------------------------------------------------------------------------------
 
 
-def stopped(method: Scarce, *parts: str, done: int = 0, make: Callable[[], nn.Module] = tiny_llama, **options: Any):
-    model = make()
+NO_MEMORY = "layer 'model.layers.0.{} [{}]: out of memory while it was solved"
+Q, GATE, DOWN = (
+    NO_MEMORY.format(*of)
+    for of in (("self_attn.q_proj'", "32, 32"), ("mlp.gate_proj'", "64, 32"), ("mlp.down_proj'", "32, 64"))
+)
+WITHOUT_GRAM = "a method without a Gram matrix (wanda, magnitude)"
+# method, the numbers that memory holds -> words of the error, layers that are done by then, what was tried first
+TOO_LARGE: dict[tuple[str, int], tuple[list[str], int, list[tuple[int, ...]], dict[str, Any]]] = {
+    ("alps", 600): ([Q, "device="], 0, [(32, 32), (32, 32)], {}),  # the second is that of the second call
+    ("ria", 600): ([Q, "device="], 0, [(32, 32), (32, 32)], {}),
+    ("sparsegpt", 600): ([Q, "device="], 0, [(32, 32), (32, 32)], {"pattern": 0.5}),
+    ("magnitude", 600): ([Q, "device="], 0, [(32, 32), (32, 32)], {"pattern": 0.5}),
+    # not even the smallest piece
+    ("sparsegpt", 20): ([Q, WITHOUT_GRAM, "device= with more memory"], 0, [(32 // 2**i, 32) for i in range(6)], {}),
+    ("alps", 64 * 32 - 1): ([GATE], 4, [(32, 32)], {}),  # layers before it stay sparse
+    ("alps", 100): (["out of memory while it was solved", "memory_limit= for experts"], 0, [(4, 48, 32)], EXPERTS),
+    ("sparsegpt", 2**30): ([DOWN, WITHOUT_GRAM], 6, [(32, 32)], {}),  # of a preparation there are none
+}
+
+
+@pytest.mark.parametrize("failure", ["cuda", "python"])
+@pytest.mark.parametrize(("name", "room"), TOO_LARGE)
+def test_what_has_no_smaller_pieces_is_an_error(name, room, failure):
+    parts, done, tried, options = TOO_LARGE[name, room]
+    method = Scarce(METHODS[name], room, prepared=32 * 32 if room == 2**30 else 2**30, failure=failure)
+    model = tiny_mixtral() if options is EXPERTS else tiny_llama()
     before = Snapshot(model)
-    options.setdefault("data_loader", token_batches())
+    options = {"data_loader": token_batches(), **options}
     with pytest.raises(MemoryError) as caught:
         mts.sparsify(model, method, **options)
-    for part in parts:
-        assert part in str(caught.value)
+    assert all(part in str(caught.value) for part in parts), str(caught.value)
     assert isinstance(caught.value.__cause__, (MemoryError, RuntimeError))
     assert len(dict(mts.named_masks(model))) == done
     if not done:
         now = Snapshot(model).look
-        assert all(
-            now[kind, name] == value for (kind, name), value in before.look.items() if kind in ("class", "tensor")
-        )
+        assert all(now[key] == value for key, value in before.look.items() if key[0] in ("class", "tensor"))
     method.room = method.prepared = 2**30  # and a second call works
     mts.sparsify(model, method, **options)
-
-
-@pytest.mark.parametrize(
-    ("name", "pattern"),
-    [("alps", "2:4"), ("ria", "2:4"), ("sparsegpt", 0.5), ("magnitude", 0.5)],
-)
-def test_what_has_no_pieces_is_an_error(name, pattern):
-    method = Scarce(METHODS[name], 600)
-    stopped(method, "layer 'model.layers.0.self_attn.q_proj' [32, 32]: out of memory", "device=", pattern=pattern)
-    assert method.tried[:2] == [(32, 32), (32, 32)]  # it was not tried in vain
-
-
-@pytest.mark.parametrize("failure", ["cuda", "python"])
-def test_not_even_the_smallest_piece(failure):
-    method = Scarce(METHODS["sparsegpt"], 20, failure=failure)
-    stopped(
-        method,
-        "layer 'model.layers.0.self_attn.q_proj' [32, 32]: out of memory while it was solved",
-        "a method without a Gram matrix (wanda, magnitude)",
-        "device= with more memory",
-    )
-    assert method.tried[:6] == [(32 // 2**i, 32) for i in range(6)]
-
-
-def test_layers_before_it_stay_sparse():
-    method = Scarce(METHODS["alps"], 64 * 32 - 1)
-    stopped(method, "layer 'model.layers.0.mlp.gate_proj' [64, 32]: out of memory", done=4)
-
-
-def test_a_preparation_has_no_pieces():
-    method = Scarce(METHODS["sparsegpt"], 2**30, prepared=32 * 32)
-    stopped(
-        method,
-        "layer 'model.layers.0.mlp.down_proj' [32, 64]: out of memory while it was solved",
-        "a method without a Gram matrix",
-        done=6,
-    )
+    assert method.tried[: len(tried)] == tried
 
 
 def test_no_memory_for_a_mask_leaves_the_layer_as_it_was(monkeypatch):
@@ -301,11 +272,6 @@ def test_no_memory_for_a_mask_leaves_the_layer_as_it_was(monkeypatch):
         if "layers.0.self_attn.q_proj" not in name and "layers.0.self_attn.k_proj" not in name:
             assert cls is before[name][0]
             assert_bits(tensor, before[name][1])
-
-
-def test_one_expert_is_too_large():
-    method = Scarce(METHODS["alps"], 100)
-    stopped(method, "out of memory while it was solved", "memory_limit= for experts", make=tiny_mixtral, **EXPERTS)
 
 
 def test_an_error_of_another_kind_is_left_as_it_is():
@@ -388,6 +354,4 @@ def test_a_forward_that_runs_out_of_memory_says_where_and_what_to_do(at, where, 
 
     with model.get_submodule(at).register_forward_pre_hook(fail):
         message = rf"^no memory for a batch of 2 in {where}: batch_size=1, or spill=True where the"
-        refused(
-            mts.sparsify, model, "wanda", match=message, error=MemoryError, data_loader=token_batches(), progress=False
-        )
+        refused(mts.sparsify, model, "wanda", match=message, error=MemoryError, data_loader=token_batches())

@@ -15,6 +15,8 @@ from tests.helpers import assert_same_state, refused, state_of, tiny_llama, toke
 from tests.models.expert_models import MODELS, VOCAB
 from tests.oracles import reference
 from tests.oracles.layer_problem import problem
+from tests.solving.test_failures import Grown
+from tests.solving.test_out_of_memory import Scarce
 
 DATA: dict[str, Any] = {"data_loader": token_batches(), "progress": False}
 LAYER = "model.layers.0.mlp.up_proj"
@@ -42,6 +44,8 @@ def test_fewer_zeros_than_the_mask_has_are_refused():
     refused(mts.sparsify, model, "magnitude", pattern="25%", parts=parts)
     refused(mts.make_plan, model, "magnitude", pattern="25%", parts=parts)
     refused(mts.sparsify, model, "sparsegpt", **DATA, pattern="3:4", parts=["50.00%", "3:4"])
+    parts = ["carries a mask whose zeros stay", "give replace=True"]
+    refused(mts.sparsify, model, "magnitude", budget="60% zeros", **DATA, parts=parts)
     # a layer that stays as it is has no level to be below of
     mts.sparsify(model, "magnitude", pattern="2:4", rules={"*.up_proj": {"pattern": "1:4"}, "*.q_proj": None})
     refused(mts.sparsify, model, "magnitude", pattern="2:4", parts=["up_proj", "75.00%", "2:4"])
@@ -162,13 +166,11 @@ class Many(nn.Module):
         return self.other(self.one(x).relu())
 
 
+EXPERTS = {"data_loader": token_batches(vocab=VOCAB), "min_tokens": 8}
 KINDS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "many": (Many, {"data_loader": [torch.randn(2, 9, 16, generator=torch.Generator().manual_seed(1))]}),
-    "experts": (MODELS["mixtral"], {"data_loader": token_batches(vocab=VOCAB), "min_tokens": 8}),
-    "an expert at a time": (
-        MODELS["mixtral"],
-        {"data_loader": token_batches(vocab=VOCAB), "min_tokens": 8, "memory_limit": 100_000},
-    ),
+    "experts": (MODELS["mixtral"], EXPERTS),
+    "an expert at a time": (MODELS["mixtral"], {**EXPERTS, "memory_limit": 100_000}),
 }
 
 
@@ -202,17 +204,10 @@ def test_a_tied_layer_of_which_one_holder_carries_the_mask():
 
 def test_rows_at_a_time():
     """A piece of a layer has a piece of its mask."""
-
-    class Scarce(type(METHODS["wanda"])):
-        def solve(self, weight, state, pattern, options):
-            if weight.numel() > 600:
-                raise MemoryError
-            return super().solve(weight, state, pattern, options)
-
     whole = mts.sparsify(tiny_llama(), "magnitude", pattern="40%")
     pieces = copy.deepcopy(whole)
     mts.sparsify(whole, "wanda", pattern="2:4", **DATA)
-    mts.sparsify(pieces, Scarce(), pattern="2:4", **DATA)
+    mts.sparsify(pieces, Scarce(METHODS["wanda"], 600), pattern="2:4", **DATA)
     assert_same_state(pieces, state_of(whole))
     assert "rows at a time" in mts.report(pieces).layers[0].notes[0]
 
@@ -222,13 +217,6 @@ def test_permutation_leaves_layers_with_masks_in_their_order():
     before = masks_of(model)
     mts.sparsify(model, "wanda", pattern="2:4", permute=True, **DATA)
     assert all(not (mask & ~before[name]).any() for name, mask in mts.named_masks(model))
-
-
-def test_fewer_zeros_than_one_layer_has_and_budgets_are_refused():
-    model = mts.sparsify(tiny_llama(), "magnitude", pattern="50%", rules={"*.q_proj": {"pattern": "70%"}})
-    refused(mts.sparsify, model, "magnitude", pattern="55%", parts=["q_proj", "70.02%", "55", "replace=True"])
-    parts = ["carries a mask whose zeros stay", "give replace=True"]
-    refused(mts.sparsify, model, "magnitude", budget="60% zeros", **DATA, parts=parts)
 
 
 def test_masks_of_the_users_own_lie_within():
@@ -247,11 +235,6 @@ def test_masks_of_the_users_own_lie_within():
 
 
 def test_a_method_that_lets_weights_come_back_is_refused():
-    class Grown(mts.Method):
-        def solve(self, weight, state, pattern, options):
-            mask = NM(2, 4).mask(-weight.abs())
-            return mts.Solution(torch.where(mask, 2.0, 0.0), mask, 0.0)
-
     model = mts.sparsify(tiny_llama(), "magnitude", pattern="2:4", include=LAYER)
     refused(mts.sparsify, model, Grown(), include=LAYER, parts=[LAYER, "keeps 1024 weights", "replace=True"])
     mts.sparsify(model, Grown(), include=LAYER, replace=True)
