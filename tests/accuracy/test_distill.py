@@ -21,7 +21,6 @@ from modelopt_sparse.reports.report import Report
 from modelopt_sparse.run import calibrating
 from tests.helpers import (
     LiveBytes,
-    Snapshot,
     assert_same_state,
     calibrated_run,
     in_steps,
@@ -31,6 +30,7 @@ from tests.helpers import (
     tiny_llama,
     token_batches,
 )
+from tests.interruptions import interrupted
 from tests.models.tiny import TwoOutputs, tiny_gpt2, tiny_mixtral, tiny_t5
 
 pytestmark = pytest.mark.core
@@ -155,7 +155,8 @@ def test_never_worse_on_what_is_held_back(options, data):
 
 
 @pytest.mark.parametrize(
-    ("judged", "best"), [([0.5, 0.2, 0.4], 2), ([0.5, 0.4, 0.2], 3), ([0.5, 0.6, 0.7], 1), ([2.0, 3.0, 4.0], 0)]
+    ("validation_error", "best"),
+    [([0.5, 0.2, 0.4], 2), ([0.5, 0.4, 0.2], 3), ([0.5, 0.6, 0.7], 1), ([2.0, 3.0, 4.0], 0)],
 )
 def test_the_values_of_the_best_epoch_are_kept(judged, best):
     """Not those of the last; and of no epoch if none is better than before."""
@@ -196,7 +197,7 @@ def test_padding_does_not_count():
     assert mts.report(model).distillation.kl_after == pytest.approx(float(kl), rel=1e-4)
 
 
-def test_labels_are_the_models_own_affair():
+def test_labels_are_the_models_own_affair_and_a_rerun_has_the_same_bits():
     """A loss of the model's would have the dense predictions in its batch."""
     batches = [{"input_ids": ids, "labels": ids} for ids in token_batches(BATCHES)]
     assert_same_state(sparsified(data_loader=batches), state_of(sparsified()))
@@ -299,29 +300,15 @@ def test_the_model_is_left_as_it_came():
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules() if type(m) is nn.Embedding)
 
 
-def test_a_rerun_has_the_same_bits():
-    assert_same_state(sparsified(), state_of(sparsified()))
-
-
 @pytest.mark.parametrize("stopped_in", [3, 25])
 def test_an_interruption_leaves_the_best_values_so_far(monkeypatch, stopped_in):
     """In the first epoch those from before, later those of the best epoch."""
-    count, real = 0, tuning._take_step
-
-    def step(*arguments):
-        nonlocal count
-        count += 1
-        if count == stopped_in:
-            raise KeyboardInterrupt
-        real(*arguments)
-
     judged = []
     judge = tuning.BatchNumbers.validation_error
     monkeypatch.setattr(tuning.BatchNumbers, "validation_error", lambda *a: judged.append(judge(*a)) or judged[-1])
-    monkeypatch.setattr(tuning, "_take_step", step)
     model, dense, held_back = tiny_llama(), tiny_llama(), torch.cat(judging_outputs(in_steps(token_batches(BATCHES))))
     before = [type(layer) for layer in model.model.layers]
-    with pytest.raises(KeyboardInterrupt):
+    with interrupted(tuning, "_take_step", stopped_in):
         sparsified(model)
     assert [type(layer) for layer in model.model.layers] == before
     kl = mean_kl(*(logits_of(each, input_ids=held_back) for each in (dense, model)))
@@ -374,12 +361,6 @@ def test_report_and_plan_say_it():
     assert {layer.recipe for layer in plan.layers} == {"wanda+distill"}
 
 
-def test_a_folder_keeps_the_report(tmp_path):
-    model = sparsified()
-    mts.save(model, tmp_path / "sparse")
-    assert mts.report(tmp_path / "sparse").distillation == mts.report(model).distillation
-
-
 class Centred(type(tiny_llama())):
     """What its head puts out is centred over the whole batch."""
 
@@ -389,14 +370,23 @@ class Centred(type(tiny_llama())):
         return output
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"enforce": False}, ["enforce=False leaves none", "export(model)"]),
+        ({"update": False}, ["update=False keeps the dense values, which distill would"]),
+        ({"distill": {"rate": 1}}, ["distill: option 'rate' is not known"]),
+        ({"distill": {"epochs": 0}}, ["distill: epochs=0: must be a positive"]),
+        ({"distill": {"learning_rate": 0}}, ["distill: learning_rate=0: must be"]),
+        ({"distill": {"moments": "float16"}}, ["distill: moments='float16': allowed are 'bfloat16', 'float32'"]),
+        ({"device": "meta"}, ["distill runs the whole model, which is on cpu"]),
+    ],
+)
+def test_options_that_are_refused(options, words):
+    refused(sparsified, tiny_llama(), **options, parts=words)
+
+
 def test_what_is_refused(tmp_path):
-    refused(sparsified, tiny_llama(), enforce=False, parts=["enforce=False leaves none", "export(model)"])
-    refused(sparsified, tiny_llama(), update=False, parts=["update=False keeps the dense values, which distill would"])
-    refused(sparsified, tiny_llama(), distill={"rate": 1}, parts=["distill: option 'rate' is not known"])
-    refused(sparsified, tiny_llama(), distill={"epochs": 0}, parts=["distill: epochs=0: must be a positive"])
-    refused(sparsified, tiny_llama(), distill={"learning_rate": 0}, parts=["distill: learning_rate=0: must be"])
-    allowed = "distill: moments='float16': allowed are 'bfloat16', 'float32'"
-    refused(sparsified, tiny_llama(), distill={"moments": "float16"}, parts=[allowed])
     message = refused(
         sparsified, TwoOutputs(tiny_llama().config).eval(), parts=["no logits but 'last_hidden_state'", "'pooled'"]
     )
@@ -404,7 +394,6 @@ def test_what_is_refused(tmp_path):
     centred = tiny_llama()
     centred.__class__ = Centred
     refused(sparsified, centred, parts=["puts out something else beside other samples"])
-    refused(sparsified, tiny_llama(), device="meta", parts=["distill runs the whole model, which is on cpu"])
     with pytest.raises(ValueError, match="distill calls the model itself"):
         mts.SparsifyConfig(forward_loop=print, distill=True)
     with pytest.raises(ValueError, match="distill needs calibration data"):
@@ -420,14 +409,6 @@ def test_a_method_without_data_can_be_distilled():
     report = mts.report(model).distillation
     assert report.kl_after < report.kl_before
     assert not math.isnan(report.seconds)
-
-
-def test_snapshot_of_a_refused_model():
-    model = tiny_llama()
-    before = Snapshot(model)
-    with pytest.raises(ValueError, match="distill"):
-        sparsified(model, enforce=False)
-    assert Snapshot(model).look == before.look
 
 
 @pytest.mark.parametrize("moments", ["float32", "bfloat16"])

@@ -9,13 +9,18 @@ from torch import nn
 import modelopt_sparse as mts
 from modelopt_sparse.accuracy import fisher as recompute
 from modelopt_sparse.accuracy.fisher import PLAIN, metric, with_metrics
-from modelopt_sparse.calibration.forward import CalibrationData
-from modelopt_sparse.distributed import Processes
 from modelopt_sparse.plan.options import Reconstruct
-from modelopt_sparse.plan.planner import plan_for, resolve
-from modelopt_sparse.reports.report import Report
-from modelopt_sparse.run import InMemory, Run, calibrating
-from tests.helpers import Snapshot, assert_same_state, in_steps, refused, state_of, tiny_llama, token_batches
+from modelopt_sparse.run import InMemory, calibrating
+from tests.helpers import (
+    Snapshot,
+    assert_same_state,
+    calibrated_run,
+    in_steps,
+    refused,
+    state_of,
+    tiny_llama,
+    token_batches,
+)
 
 BATCHES = 5
 FISHER = {"epochs": 2, "metric": "fisher"}
@@ -28,9 +33,7 @@ def sparsified(model=None, **options):
 
 
 def data_of(model, batches, **options):
-    method, config = resolve("wanda", None, {"data_loader": batches, "reconstruct": FISHER, **options})
-    run = Run(model, plan_for(model, method, config), config, InMemory(), Processes(), Report.begin((), (), {}))
-    return CalibrationData.load(run)
+    return calibrated_run(model, "wanda", data_loader=batches, reconstruct=FISHER, **options)[1]
 
 
 def outputs_of_blocks(model, **inputs):

@@ -13,6 +13,7 @@ from modelopt_sparse.accuracy.tuning import BELOW, DECAY, MOVING, Movable, decay
 from modelopt_sparse.model.find import find_layers
 from modelopt_sparse.model.masking import SparseModule
 from tests.helpers import assert_bits, assert_same_state, in_steps, refused, state_of, tiny_llama, token_batches
+from tests.interruptions import interrupted
 
 BATCHES = 9
 MOVE = {"epochs": 3, "masks": "move"}
@@ -27,30 +28,33 @@ def sparsified(model=None, method="wanda", **options):
 # a weight by itself -------------------------------------------------------------------------------------------------
 
 
-def movable(rows=3, columns=8, pattern=None):
+def movable(pattern, rows=3, columns=8):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(columns, rows, bias=False))
     (layer,), _ = find_layers(model)
     sums = torch.rand(columns) + 0.1
     sums[2] = 0.0
-    return Movable.of(layer, pattern or mts.NM(2, 4), sums), sums
+    return Movable.of(layer, pattern, sums), sums
 
 
-def test_the_start_by_loops():
-    each, sums = movable()
-    dense = each.dense.clone()
+PATTERNS = [mts.NM(2, 4), mts.Unstructured(0.5, "row"), mts.Unstructured(0.5, "matrix")]
+
+
+@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
+def test_the_start_by_loops(pattern):
+    """A pruned place starts with its dense value, as far as that scores below the least that its scope keeps."""
+    each, sums = movable(pattern)
     norms = [math.sqrt(float(x)) if x > 0 else min(math.sqrt(float(y)) for y in sums if y > 0) for x in sums]
     values = torch.randn(3, 8)
-    mask = mts.NM(2, 4).mask(values.abs() * torch.tensor(norms))
+    mask = pattern.mask(values.abs() * torch.tensor(norms))
     wanted = values.clone()
-    for row in range(3):
-        for begin in (0, 4):
-            group = range(begin, begin + 4)
-            least = min(abs(float(values[row, c])) * norms[c] for c in group if mask[row, c])
-            for c in group:
-                if not mask[row, c]:
-                    limit = BELOW * least / norms[c]
-                    wanted[row, c] = max(-limit, min(limit, float(dense[row, c])))
+    for row, column in itertools.product(range(3), range(8)):
+        if not mask[row, column]:
+            rows = range(3) if pattern == PATTERNS[2] else [row]
+            columns = range(column // 4 * 4, column // 4 * 4 + 4) if pattern == PATTERNS[0] else range(8)
+            least = min(abs(float(values[r, c])) * norms[c] for r in rows for c in columns if mask[r, c])
+            limit = BELOW * least / norms[column]
+            wanted[row, column] = max(-limit, min(limit, float(each.dense[row, column])))
     start = each.initial_values(values, mask)
     torch.testing.assert_close(start, wanted)
     assert torch.equal(each.mask(start), mask), "the solution's mask is the one that the start leads to"
@@ -161,25 +165,6 @@ def test_a_rerun_has_the_same_bits():
     assert_same_state(sparsified(), state_of(sparsified()))
 
 
-@pytest.mark.parametrize("scope", ["row", "matrix"])
-def test_the_start_of_unstructured_weights_by_loops(scope):
-    each, sums = movable(pattern=mts.Unstructured(0.5, scope))
-    norms = [math.sqrt(float(x)) if x > 0 else min(math.sqrt(float(y)) for y in sums if y > 0) for x in sums]
-    values = torch.randn(3, 8)
-    mask = mts.Unstructured(0.5, scope).mask(values.abs() * torch.tensor(norms))
-    wanted = values.clone()
-    for row in range(3):
-        rows = [row] if scope == "row" else range(3)
-        least = min(abs(float(values[r, c])) * norms[c] for r in rows for c in range(8) if mask[r, c])
-        for c in range(8):
-            if not mask[row, c]:
-                limit = BELOW * least / norms[c]
-                wanted[row, c] = max(-limit, min(limit, float(each.dense[row, c])))
-    start = each.initial_values(values, mask)
-    torch.testing.assert_close(start, wanted)
-    assert torch.equal(each.mask(start), mask)
-
-
 @pytest.mark.parametrize("pattern", [mts.Unstructured(0.6, "row"), mts.Unstructured(0.6, "matrix")])
 def test_unstructured_masks_move_and_hold_their_level(pattern):
     options = {"pattern": pattern, "data_loader": token_batches(BATCHES) * 3}
@@ -210,20 +195,9 @@ def test_zeros_of_a_mask_that_is_there_stay():
         assert not (mask & ~before[name]).any()
 
 
-def test_an_interruption_leaves_masks_and_zeros_that_fit(monkeypatch):
-    count = 0
-
-    def stop(*arguments):
-        nonlocal count
-        count += 1
-        if count == 5:
-            raise KeyboardInterrupt
-        return real(*arguments)
-
-    real = tuning._take_step
-    monkeypatch.setattr(tuning, "_take_step", stop)
+def test_an_interruption_leaves_masks_and_zeros_that_fit():
     model = tiny_llama()
-    with pytest.raises(KeyboardInterrupt):
+    with interrupted(tuning, "_take_step", 5):
         sparsified(model)
     masks = dict(mts.named_masks(model))
     assert masks

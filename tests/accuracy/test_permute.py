@@ -13,6 +13,7 @@ from modelopt_sparse.calibration.calls import AtBlock
 from modelopt_sparse.calibration.dense import blocks_in_call_order
 from modelopt_sparse.run import calibrating
 from tests.helpers import assert_bits, assert_same_state, calibrated_run, state_of, tiny_llama, token_batches
+from tests.interruptions import interrupted
 from tests.models.architectures import ARCHITECTURES
 
 FOLDABLE = sorted(
@@ -248,22 +249,12 @@ def test_a_block_of_which_nothing_was_solved_is_put_back():
 
 
 @pytest.mark.parametrize("call", [2, 3])
-def test_an_interruption_while_an_order_is_tried_leaves_the_old_one(call, monkeypatch):
+def test_an_interruption_while_an_order_is_tried_leaves_the_old_one(call):
     """The first run of the block is the dense one, the second has its columns reordered alone, the third has both."""
     model = tiny_llama()
-    before, asked, outputs_of = state_of(model), 0, AtBlock.outputs_of
-
-    def interrupted(*args):
-        nonlocal asked
-        asked += 1
-        if asked == call:
-            raise KeyboardInterrupt
-        return outputs_of(*args)
-
-    monkeypatch.setattr(AtBlock, "outputs_of", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    before = state_of(model)
+    with interrupted(AtBlock, "outputs_of", call):
         mts.sparsify(model, "wanda", data_loader=token_batches(), permute=True, progress=False)
-    assert asked == call
     assert_same_state(model, before)
 
 

@@ -2,11 +2,13 @@
 
 import json
 import re
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 from transformers import MistralConfig, MistralForCausalLM
 
 import modelopt_sparse as mts
@@ -17,12 +19,34 @@ from tests.helpers import assert_bits, assert_same_state, refused, state_of, tin
 from tests.models.net import net
 from tests.models.tiny import tiny_gpt2
 
+OTHER_SIZES = [
+    (
+        {"intermediate_size": 96},
+        [
+            "'model.layers.1.mlp.down_proj.weight' has shape [32, 64] there and [32, 96] in the model",
+            "'model.layers.0.mlp.gate_proj.weight' has shape [64, 32] there and [96, 32] in the model",
+        ],
+    ),
+    ({"num_hidden_layers": 3}, ["'model.layers.2.input_layernorm.weight' of the model is not"]),
+    (
+        {"num_hidden_layers": 1},
+        [
+            "'model.layers.1.input_layernorm.weight' has no place in the model",
+            "mask 'model.layers.1.mlp.up_proj.weight' fits no parameter of the model",
+        ],
+    ),
+]
+
+
+@pytest.mark.parametrize(("sizes", "parts"), OTHER_SIZES, ids=str)
+def test_restore_onto_other_sizes(saved, sizes, parts):
+    refused(mts.restore, tiny_llama(**sizes), saved("llama"), parts=parts)
+
 
 def test_restore_onto_another_class(saved):
-    torch.manual_seed(0)
-    config = MistralConfig(**{k: getattr(tiny_llama().config, k) for k in ("vocab_size", "hidden_size")})
-    config.update({k: getattr(tiny_llama().config, k) for k in ("intermediate_size", "num_hidden_layers")})
-    config.update({"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": True})
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+    sizes = {**{name: getattr(tiny_llama().config, name) for name in names}, "num_attention_heads": 4}
+    config = MistralConfig(**sizes, num_key_value_heads=2, head_dim=8, tie_word_embeddings=True)
     same_tensors = MistralForCausalLM(config)
     assert {k: v.shape for k, v in same_tensors.state_dict().items()} == {
         k: v.shape for k, v in tiny_llama().state_dict().items()
@@ -31,18 +55,6 @@ def test_restore_onto_another_class(saved):
         mts.restore, same_tensors, saved("llama"), parts=["cannot be restored into this MistralForCausalLM"]
     )
     assert message.endswith(": it holds a LlamaForCausalLM, the model is a MistralForCausalLM")
-
-
-def test_restore_onto_other_shapes(saved):
-    refused(
-        mts.restore,
-        tiny_llama(intermediate_size=96),
-        saved("llama"),
-        parts=[
-            "'model.layers.1.mlp.down_proj.weight' has shape [32, 64] there and [32, 96] in the model",
-            "'model.layers.0.mlp.gate_proj.weight' has shape [64, 32] there and [96, 32] in the model",
-        ],
-    )
 
 
 def test_restore_onto_another_dtype(saved):
@@ -61,36 +73,11 @@ def test_restore_onto_another_dtype(saved):
     )
 
 
-def test_restore_onto_more_blocks(saved):
-    refused(
-        mts.restore,
-        tiny_llama(num_hidden_layers=3),
-        saved("llama"),
-        parts=["'model.layers.2.input_layernorm.weight' of the model is not"],
-    )
-
-
-def test_restore_onto_fewer_blocks(saved):
-    refused(
-        mts.restore,
-        tiny_llama(num_hidden_layers=1),
-        saved("llama"),
-        parts=[
-            "'model.layers.1.input_layernorm.weight' has no place in the model",
-            "mask 'model.layers.1.mlp.up_proj.weight' fits no parameter of the model",
-        ],
-    )
-
-
-def test_restore_onto_a_model_without_the_ties(broken, tmp_path):
+def test_restore_onto_a_model_without_the_ties(tmp_path):
     """A tie that only one side has is fine where the values agree, and an error where they do not."""
     mts.save(tiny_llama(tie_word_embeddings=False), tmp_path / "untied")
-    refused(
-        mts.restore,
-        tiny_llama(),
-        tmp_path / "untied",
-        parts=["'lm_head.weight' and 'model.embed_tokens.weight' are one tensor in the model and differ there"],
-    )
+    differ = "'lm_head.weight' and 'model.embed_tokens.weight' are one tensor in the model and differ there"
+    refused(mts.restore, tiny_llama(), tmp_path / "untied", parts=[differ])
     tied = tiny_llama()
     mts.save(tied, tmp_path / "tied")
     untied = mts.restore(tiny_llama(tie_word_embeddings=False), tmp_path / "tied")
@@ -103,9 +90,8 @@ def test_truncated_files(broken, name, model):
     folder = broken(model)
     content = (folder / name).read_bytes()
     (folder / name).write_bytes(content[:-9])
-    refused(
-        mts.restore, MODELS[model](), folder, parts=[f"file '{name}' has {len(content) - 9} bytes, not {len(content)}"]
-    )
+    reason = f"file '{name}' has {len(content) - 9} bytes, not {len(content)}"
+    refused(mts.restore, MODELS[model](), folder, parts=[reason])
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", MASKS, DESCRIPTION])
@@ -121,106 +107,113 @@ def test_a_flipped_bit_in_any_file(broken, name, where):
         mts.load(folder)
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", MASKS])
-def test_missing_files(broken, name):
+def written(name: str, content: bytes | str) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+
+
+def cut(length: int) -> Callable[[Path], object]:
+    """The description up to so many bytes."""
+    return lambda folder: (folder / DESCRIPTION).write_bytes((folder / DESCRIPTION).read_bytes()[:length])
+
+
+def edited(old: str, new: str) -> Callable[[Path], object]:
+    """By somebody who does not know of its checksum."""
+
+    def change(folder: Path) -> None:
+        text = (folder / DESCRIPTION).read_text()
+        assert old in text
+        (folder / DESCRIPTION).write_text(text.replace(old, new, 1))
+
+    return change
+
+
+def described(change: Callable[[dict], object]) -> Callable[[Path], None]:
+    """Edited by somebody who knows the format."""
+    return lambda folder: rewrite(folder, change)
+
+
+def masked(change: Callable[[dict[str, Tensor]], None]) -> Callable[[Path], None]:
+    def replaced(folder: Path) -> None:
+        replace_masks(folder, change)
+        relist(folder, MASKS)
+
+    return replaced
+
+
+def listed(name: str, content: bytes) -> Callable[[Path], None]:
+    """A file with another content, which the description tells."""
+
+    def replaced(folder: Path) -> None:
+        (folder / name).write_bytes(content)
+        relist(folder, name)
+
+    return replaced
+
+
+NO_FORMAT = "sparsity.json' is truncated, edited or of another format"
+EDITED = "has been edited since it was saved (its checksum differs)"
+NOT_ASKED_FOR = "sparsity.json' does not hold what its format asks for"
+NO_BITS = f"mask '{WEIGHT}' does not hold the bits of shape"
+NEWER = '{"format": "modelopt_sparse", "format_version": 2, "unheard": "of"}'
+DAMAGED: list[tuple[Callable[[Path], object], str]] = [
+    *((lambda f, name=name: (f / name).unlink(), f"file '{name}' is missing") for name in ("model.safetensors", MASKS)),
+    *((cut(length), NO_FORMAT) for length in (0, 1, 200, 2000)),
+    (edited('"2:4"', '"1:4"'), EDITED),
+    (edited('"kept": 512', '"kept": 513'), EDITED),
+    (edited('"aliases": {}', '"aliases": {"a": "b"}'), EDITED),
+    (edited("Llama", "Lama"), EDITED),
+    *(
+        (written(DESCRIPTION, text), NO_FORMAT)
+        for text in ("[]", "null", '"modelopt_sparse"', "{}", '{"format_version": 1}', '{"a": NaN}')
+    ),
+    (described(lambda d: d.update(format="other")), NO_FORMAT),
+    (written(DESCRIPTION, NEWER), "has format version 2, above 1: update modelopt_sparse"),
+    (described(lambda d: d.pop("files")), f"{NOT_ASKED_FOR}: KeyError('files')"),
+    (described(lambda d: d.update(masks=[])), NOT_ASKED_FOR),
+    (described(lambda d: d["masks"][WEIGHT].update(shape="wide")), NOT_ASKED_FOR),
+    (described(lambda d: d["report"]["layers"][0].update(unknown=1)), NOT_ASKED_FOR),
+    (described(lambda d: d["files"].pop(MASKS)), f"sparsity.json does not list '{MASKS}'"),
+    (
+        described(lambda d: d["files"].pop("model.safetensors")),
+        "weight file 'model.safetensors' does not belong to the folder",
+    ),
+    (described(lambda d: d["masks"].pop(WEIGHT)), f"mask '{WEIGHT}' is in {MASKS} and not in sparsity.json"),
+    (
+        described(lambda d: d["masks"].update(other=d["masks"][WEIGHT])),
+        f"mask 'other' is in sparsity.json and not in {MASKS}",
+    ),
+    (described(lambda d: d["masks"][WEIGHT].update(kept=3)), f"mask '{WEIGHT}' keeps 512 weights, not 3"),
+    (described(lambda d: d["masks"][WEIGHT].update(shape=[32, 40])), f"{NO_BITS} [32, 40]"),
+    (
+        described(lambda d: d["masks"][WEIGHT].update(shape=[-1, 32])),
+        f"{NOT_ASKED_FOR}: ValueError('a mask has the shape [-1, 32]')",
+    ),
+    (
+        described(lambda d: d["masks"][WEIGHT].update(shape=[1024])),
+        f"mask '{WEIGHT}' has shape [1024], its weight [32, 32]",
+    ),
+    (described(lambda d: d["files"].update({"../x": d["files"][MASKS]})), "file name '../x' leads out of the folder"),
+    (
+        described(lambda d: d["files"].update({"/etc/hosts": d["files"][MASKS]})),
+        "file name '/etc/hosts' leads out of the folder",
+    ),
+    (masked(lambda m: m.update({WEIGHT: m[WEIGHT][:-1].clone()})), NO_BITS),
+    (masked(lambda m: m.update({WEIGHT: m[WEIGHT].to(torch.int32)})), NO_BITS),
+    (masked(lambda m: m.update({WEIGHT: m[WEIGHT] & 0})), f"mask '{WEIGHT}' keeps 0 weights, not 512"),
+    (
+        masked(lambda m: m.update({WEIGHT: ~m[WEIGHT]})),
+        f"weight '{WEIGHT}' is not zero in 512 places where its mask is False",
+    ),
+    (masked(lambda m: m.update({"x": m.pop(WEIGHT)})), f"mask 'x' is in {MASKS} and not in sparsity.json"),
+    (listed(MASKS, b"\x80\x04pickled"), f"file '{MASKS}' cannot be read"),
+    (listed("model.safetensors", b"\x80\x04pickled"), "model.safetensors' is missing, truncated or damaged"),
+]
+
+
+@pytest.mark.parametrize(("change", "reason"), DAMAGED, ids=[f"{i}: {row[1]}" for i, row in enumerate(DAMAGED)])
+def test_folders_damaged_or_made_to_mislead(broken, change, reason):
     folder = broken("llama")
-    (folder / name).unlink()
-    refused(mts.restore, tiny_llama(), folder, parts=[f"file '{name}' is missing"])
-
-
-@pytest.mark.parametrize("length", [0, 1, 200, 2000])
-def test_a_truncated_description(broken, length):
-    folder = broken("llama")
-    (folder / DESCRIPTION).write_bytes((folder / DESCRIPTION).read_bytes()[:length])
-    refused(mts.restore, tiny_llama(), folder, parts=["sparsity.json' is truncated, edited or of another format"])
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [('"2:4"', '"1:4"'), ('"kept": 512', '"kept": 513'), ('"aliases": {}', '"aliases": {"a": "b"}'), ("Llama", "Lama")],
-)
-def test_an_edited_description(broken, old, new):
-    folder = broken("llama")
-    text = (folder / DESCRIPTION).read_text()
-    assert old in text
-    (folder / DESCRIPTION).write_text(text.replace(old, new, 1))
-    refused(mts.restore, tiny_llama(), folder, parts=["has been edited since it was saved (its checksum differs)"])
-
-
-@pytest.mark.parametrize("text", ["[]", "null", '"modelopt_sparse"', "{}", '{"format_version": 1}', '{"a": NaN}'])
-def test_json_of_another_format(broken, text):
-    folder = broken("llama")
-    (folder / DESCRIPTION).write_text(text)
-    refused(mts.restore, tiny_llama(), folder, parts=["sparsity.json' is truncated, edited or of another format"])
-
-
-def test_a_description_of_another_program(broken):
-    folder = broken("llama")
-    rewrite(folder, lambda description: description.update(format="other"))
-    refused(mts.restore, tiny_llama(), folder, parts=["sparsity.json' is truncated, edited or of another format"])
-
-
-def test_a_newer_format(broken):
-    folder = broken("llama")
-    (folder / DESCRIPTION).write_text('{"format": "modelopt_sparse", "format_version": 2, "unheard": "of"}')
-    refused(
-        mts.restore,
-        tiny_llama(),
-        folder,
-        parts=["has format version 2, above 1: update modelopt_sparse"],
-    )
-
-
-def _shape_of_another(description):
-    description["masks"][WEIGHT]["shape"] = [1024]
-
-
-def _not_a_shape(description):
-    description["masks"][WEIGHT]["shape"] = "wide"
-
-
-def _no_masks_listed(description):
-    del description["files"][MASKS]
-
-
-def _other_report(description):
-    description["report"]["layers"][0]["unknown"] = 1
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        (lambda d: d.pop("files"), "sparsity.json' does not hold what its format asks for: KeyError('files')"),
-        (lambda d: d.update(masks=[]), "sparsity.json' does not hold what its format asks for"),
-        (_not_a_shape, "sparsity.json' does not hold what its format asks for"),
-        (_other_report, "sparsity.json' does not hold what its format asks for"),
-        (_no_masks_listed, f"sparsity.json does not list '{MASKS}'"),
-        (
-            lambda d: d["files"].pop("model.safetensors"),
-            "weight file 'model.safetensors' does not belong to the folder",
-        ),
-        (lambda d: d["masks"].pop(WEIGHT), f"mask '{WEIGHT}' is in {MASKS} and not in sparsity.json"),
-        (lambda d: d["masks"].update(other=d["masks"][WEIGHT]), f"mask 'other' is in sparsity.json and not in {MASKS}"),
-        (lambda d: d["masks"][WEIGHT].update(kept=3), f"mask '{WEIGHT}' keeps 512 weights, not 3"),
-        (
-            lambda d: d["masks"][WEIGHT].update(shape=[32, 40]),
-            f"mask '{WEIGHT}' does not hold the bits of shape [32, 40]",
-        ),
-        (
-            lambda d: d["masks"][WEIGHT].update(shape=[-1, 32]),
-            "does not hold what its format asks for: ValueError('a mask has the shape [-1, 32]')",
-        ),
-        (_shape_of_another, f"mask '{WEIGHT}' has shape [1024], its weight [32, 32]"),
-        (lambda d: d["files"].update({"../x": d["files"][MASKS]}), "file name '../x' leads out of the folder"),
-        (
-            lambda d: d["files"].update({"/etc/hosts": d["files"][MASKS]}),
-            "file name '/etc/hosts' leads out of the folder",
-        ),
-    ],
-)
-def test_a_description_made_to_mislead(broken, change, reason):
-    folder = broken("llama")
-    rewrite(folder, change)
+    change(folder)
     refused(mts.restore, tiny_llama(), folder, parts=[reason])
 
 
@@ -234,40 +227,6 @@ def test_a_path_that_leads_out_is_not_even_read(broken, monkeypatch):
     monkeypatch.setattr(format, "file_hash", lambda path: read.append(path.name) or original(path))
     refused(mts.restore, tiny_llama(), folder, parts=["'../secret' leads out"])
     assert "secret" not in read
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        (lambda m: m.update({WEIGHT: m[WEIGHT][:-1].clone()}), f"mask '{WEIGHT}' does not hold the bits of shape"),
-        (lambda m: m.update({WEIGHT: m[WEIGHT].to(torch.int32)}), f"mask '{WEIGHT}' does not hold the bits of shape"),
-        (lambda m: m.update({WEIGHT: m[WEIGHT] & 0}), f"mask '{WEIGHT}' keeps 0 weights, not 512"),
-        (
-            lambda m: m.update({WEIGHT: ~m[WEIGHT]}),
-            f"weight '{WEIGHT}' is not zero in 512 places where its mask is False",
-        ),
-        (lambda m: m.update({"x": m.pop(WEIGHT)}), f"mask 'x' is in {MASKS} and not in sparsity.json"),
-    ],
-)
-def test_masks_made_to_mislead(broken, change, reason):
-    folder = broken("llama")
-    replace_masks(folder, change)
-    relist(folder, MASKS)
-    refused(mts.restore, tiny_llama(), folder, parts=[reason])
-
-
-def test_a_masks_file_that_is_no_safetensors_file(broken):
-    folder = broken("llama")
-    (folder / MASKS).write_bytes(b"\x80\x04pickled")
-    relist(folder, MASKS)
-    refused(mts.restore, tiny_llama(), folder, parts=[f"file '{MASKS}' cannot be read"])
-
-
-def test_a_weights_file_that_is_no_safetensors_file(broken):
-    folder = broken("llama")
-    (folder / "model.safetensors").write_bytes(b"\x80\x04pickled")
-    relist(folder, "model.safetensors")
-    refused(mts.restore, tiny_llama(), folder, parts=["model.safetensors' is missing, truncated or damaged"])
 
 
 @pytest.mark.parametrize("name", ["llama", "net"])
@@ -286,18 +245,14 @@ def test_a_single_nonzero_under_the_mask(broken, name):
             mts.load(folder)
 
 
-def test_weights_that_were_added_to_the_folder(broken, tmp_path):
+def test_weights_that_were_added_to_the_folder(tmp_path):
     """from_pretrained would read the added file instead of the shards that the description vouches for."""
     mts.save(sparse("llama"), tmp_path / "out", max_shard_size="20KB")
     tiny_llama().save_pretrained(tmp_path / "other")
     (tmp_path / "other" / "model.safetensors").rename(tmp_path / "out" / "model.safetensors")
-    refused(
-        mts.restore,
-        tiny_llama(),
-        tmp_path / "out",
-        parts=["weight file 'model.safetensors' does not belong to the folder"],
-    )
-    with pytest.raises(ValueError, match=r"weight file 'model\.safetensors' does not belong to the folder"):
+    foreign = "weight file 'model.safetensors' does not belong to the folder"
+    refused(mts.restore, tiny_llama(), tmp_path / "out", parts=[foreign])
+    with pytest.raises(ValueError, match=re.escape(foreign)):
         mts.load(tmp_path / "out")
 
 
@@ -307,70 +262,42 @@ def test_a_tensor_too_many_and_one_too_few(broken):
     weights["extra"] = weights.pop("norm.running_mean")
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     relist(folder, "model.safetensors")
-    refused(
-        mts.restore,
-        net(),
-        folder,
-        parts=["'norm.running_mean' of the model is not in the folder", "'extra' has no place in the model"],
-    )
+    wrong = ["'norm.running_mean' of the model is not in the folder", "'extra' has no place in the model"]
+    refused(mts.restore, net(), folder, parts=wrong)
 
 
 def test_everything_that_is_wrong_stands_in_one_error(broken):
     folder = broken("llama")
     content = (folder / MASKS).read_bytes()
     (folder / MASKS).write_bytes(content[:-1])
-    refused(
-        mts.restore,
-        tiny_gpt2(),
-        folder,
-        parts=[
-            "cannot be restored into this GPT2LMHeadModel:"
-            "\n- it holds a LlamaForCausalLM, the model is a GPT2LMHeadModel",
-            f"\n- file '{MASKS}' has {len(content) - 1} bytes, not {len(content)}",
-            "\n- 'model.embed_tokens.weight' has no place in the model",
-            "\n- and ",
-        ],
-    )
+    begin = "cannot be restored into this GPT2LMHeadModel:\n- it holds a LlamaForCausalLM, the model is a GPT2LM"
+    size = f"\n- file '{MASKS}' has {len(content) - 1} bytes, not {len(content)}"
+    rest = ["\n- 'model.embed_tokens.weight' has no place in the model", "\n- and "]
+    refused(mts.restore, tiny_gpt2(), folder, parts=[begin, size, *rest])
     folder = folder.rename(folder.parent / "second")
     (folder / MASKS).write_bytes(content)
-    replace_masks(folder, lambda masks: masks.update({WEIGHT: ~masks[WEIGHT]}))
-    relist(folder, MASKS)
+    masked(lambda masks: masks.update({WEIGHT: ~masks[WEIGHT]}))(folder)
     rewrite(folder, lambda d: d["masks"]["model.layers.0.mlp.up_proj.weight"].update(kept=1))
-    refused(
-        mts.restore,
-        tiny_llama(num_hidden_layers=1),
-        folder,
-        parts=[
-            f"\n- weight '{WEIGHT}' is not zero in 512 places",
-            "\n- mask 'model.layers.0.mlp.up_proj.weight' keeps 1024 weights, not 1",
-            "\n- mask 'model.layers.1.mlp.up_proj.weight' fits no parameter",
-            "\n- 'model.layers.1.mlp.up_proj.weight' has no place",
-        ],
-    )
+    wrong = [
+        f"\n- weight '{WEIGHT}' is not zero in 512 places",
+        "\n- mask 'model.layers.0.mlp.up_proj.weight' keeps 1024 weights, not 1",
+        "\n- mask 'model.layers.1.mlp.up_proj.weight' fits no parameter",
+        "\n- 'model.layers.1.mlp.up_proj.weight' has no place",
+    ]
+    refused(mts.restore, tiny_llama(num_hidden_layers=1), folder, parts=wrong)
 
 
 @pytest.mark.parametrize("make", [lambda path: path.mkdir(), lambda path: tiny_llama().save_pretrained(path)])
 def test_folders_that_save_did_not_write(tmp_path, make):
     folder = tmp_path / "out"
     make(folder)
-    refused(
-        mts.restore,
-        tiny_llama(),
-        folder,
-        parts=["holds no sparsity.json: modelopt_sparse.save did not write it to its end"],
-    )
+    unfinished = "holds no sparsity.json: modelopt_sparse.save did not write it to its end"
+    refused(mts.restore, tiny_llama(), folder, parts=[unfinished])
     for read in (mts.load, mts.report):
         with pytest.raises(ValueError, match=r"holds no sparsity\.json"):
             read(folder)
-
-
-def test_a_folder_that_is_not_there(tmp_path):
-    refused(
-        mts.restore,
-        tiny_llama(),
-        tmp_path / "nowhere",
-        parts=["is not a folder: give one that modelopt_sparse.save wrote"],
-    )
+    nowhere = "is not a folder: give one that modelopt_sparse.save wrote"
+    refused(mts.restore, tiny_llama(), tmp_path / "nowhere", parts=[nowhere])
 
 
 def test_load_reports_what_transformers_could_not_match(broken):
@@ -493,22 +420,19 @@ def test_a_model_that_sparse_ift_has_rewritten_says_so(tmp_path, member, capfd):
 
 @pytest.mark.parametrize("outside", ["../other/model.safetensors", "absolute"])
 def test_an_index_that_leads_out_of_the_folder_is_not_followed(tmp_path, outside):
+    other, inside = tmp_path / "other" / "model.safetensors", tmp_path / "out"
     for name in ("other", "out"):
         mts.save(sparse("llama"), tmp_path / name)
-    inside = tmp_path / "out"
     (inside / "model.safetensors").unlink()
     (inside / DESCRIPTION).unlink()
-    target = str(tmp_path / "other" / "model.safetensors") if outside == "absolute" else outside
-    index = {"metadata": {}, "weight_map": dict.fromkeys(load_file(tmp_path / "other" / "model.safetensors"), target)}
+    target = str(other) if outside == "absolute" else outside
+    index = {"metadata": {}, "weight_map": dict.fromkeys(load_file(other), target)}
     (inside / "model.safetensors.index.json").write_text(json.dumps(index))
-    for read in (
-        lambda: mts.verify(inside, "2:4"),
-        lambda: mts.sparsify_checkpoint(inside, tmp_path / "x", "magnitude"),
-    ):
-        with pytest.raises(
-            ValueError, match=rf"index.json' names '{re.escape(target)}', which leads out of the folder"
-        ):
-            read()
+    leads_out = rf"index.json' names '{re.escape(target)}', which leads out of the folder"
+    with pytest.raises(ValueError, match=leads_out):
+        mts.verify(inside, "2:4")
+    with pytest.raises(ValueError, match=leads_out):
+        mts.sparsify_checkpoint(inside, tmp_path / "x", "magnitude")
 
 
 def test_a_truncated_file_is_named_by_verify(broken):

@@ -29,6 +29,7 @@ import modelopt_sparse as mts
 from modelopt_sparse.checkpoint import stream
 from tests.checkpoint.streams import assert_same_folders, in_memory, saved, streamed, weights
 from tests.helpers import ROOT, assert_bits, tiny_llama, token_batches
+from tests.interruptions import interrupted
 
 # Some versions of transformers warn of the flags that they set on a model when it is saved.
 pytestmark = [pytest.mark.core, pytest.mark.filterwarnings("ignore:.*RoPE scaling:UserWarning")]
@@ -175,13 +176,18 @@ LOADED = [
 TINY_FP8 = pytest.param("llama", marks=needs_triton)
 
 
+def made(folder: Path, name: str, dtype: torch.dtype = torch.bfloat16) -> tuple[Path, str]:
+    """`quantized` of one of these -> the folder, and how it is quantized."""
+    make, method = FORMATS[name]
+    return quantized(folder, make, method, dtype), method
+
+
 # dequantized ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", LOADED)
 def test_streaming_gives_the_bits_of_the_dequantized_model_in_memory(tmp_path, name):
-    make, method = FORMATS[name]
-    source = quantized(tmp_path, make, method)
+    source, method = made(tmp_path, name)
     before = bytes_of(source)
     report = streamed(source, tmp_path / "streamed", "sparsegpt", data_loader=calibration(), dequantize=True)
     in_memory(tmp_path / "dense", tmp_path / "whole", "sparsegpt", data_loader=calibration())
@@ -195,8 +201,7 @@ def test_streaming_gives_the_bits_of_the_dequantized_model_in_memory(tmp_path, n
 
 @pytest.mark.parametrize("name", LOADED)
 def test_the_folder_is_a_dense_one(tmp_path, name):
-    make, method = FORMATS[name]
-    source = quantized(tmp_path, make, method)
+    source, _ = made(tmp_path, name)
     streamed(source, tmp_path / "sparse", "magnitude", dequantize=True)
     config = json.loads((tmp_path / "sparse" / "config.json").read_text())
     assert config["dtype"] == "bfloat16"
@@ -216,8 +221,7 @@ def test_the_folder_is_a_dense_one(tmp_path, name):
 
 @pytest.mark.parametrize("name", [TINY_FP8, "gpt-oss"])
 def test_in_another_dtype(tmp_path, name):
-    make, method = FORMATS[name]
-    source = quantized(tmp_path, make, method, torch.float32)
+    source, method = made(tmp_path, name, torch.float32)
     options = {"dequantize": True, "dtype": "float32"}
     report = streamed(source, tmp_path / "streamed", "magnitude", **options)
     assert any(f"from {method} to float32" in note for note in report.notes)
@@ -228,8 +232,7 @@ def test_in_another_dtype(tmp_path, name):
 @pytest.mark.parametrize("name", LOADED)
 def test_the_command_line_in_memory_and_streamed(tmp_path, run, name):
     """The plan states dtype and sizes; both ways write what `sparsify` and `save` make of the dense folder."""
-    make, method = FORMATS[name]
-    source = quantized(tmp_path, make, method)
+    source, method = made(tmp_path, name)
     flags = ("--method", "magnitude", "--dequantize")
     plan = run("plan", source, *flags, "--json")
     size = sum(tensor.nbytes for tensor in load_file(tmp_path / "dense" / "model.safetensors").values())
@@ -247,8 +250,7 @@ def test_the_command_line_in_memory_and_streamed(tmp_path, run, name):
 @pytest.mark.parametrize("name", LOADED)
 def test_a_model_that_the_user_dequantized_is_saved_dense(tmp_path, name):
     """transformers would write codes again, under a config that says nothing of them, or fail."""
-    make, method = FORMATS[name]
-    source = quantized(tmp_path, make, method)
+    source, method = made(tmp_path, name)
     settings = {"fp8": FineGrainedFP8Config, "mxfp4": Mxfp4Config}[method](dequantize=True)
     model: Any = AutoModelForCausalLM.from_pretrained(source, quantization_config=settings, dtype=torch.bfloat16)
     mts.sparsify(model.to(torch.bfloat16), "magnitude", progress=False)
@@ -261,17 +263,10 @@ def test_a_model_that_the_user_dequantized_is_saved_dense(tmp_path, name):
 
 
 @needs_triton
-def test_a_stopped_run_goes_on_only_as_it_was_started(tmp_path, monkeypatch):
+def test_a_stopped_run_goes_on_only_as_it_was_started(tmp_path):
     source = quantized(tmp_path, llama_of_whole_blocks, "fp8")
-    finish = stream._finish
-
-    def stop(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(stream, "_finish", stop)
-    with pytest.raises(KeyboardInterrupt):
+    with interrupted(stream, "_finish"):
         streamed(source, tmp_path / "sparse", "magnitude", dequantize=True)
-    monkeypatch.setattr(stream, "_finish", finish)
     with pytest.raises(ValueError, match=r"quantized source: dequantized from fp8 to bfloat16: .* there, .* float32"):
         streamed(source, tmp_path / "sparse", "magnitude", dequantize=True, dtype="float32")
     streamed(source, tmp_path / "sparse", "magnitude", dequantize=True)
@@ -284,8 +279,7 @@ def test_a_stopped_run_goes_on_only_as_it_was_started(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_without_being_asked_it_is_refused(tmp_path, run, name):
-    make, method = FORMATS[name]
-    source = quantized(tmp_path, make, method)
+    source, method = made(tmp_path, name)
     before = bytes_of(source)
     expected = rf"is quantized \({method}\): give (dequantize=True|--dequantize) to have it dequantized from {method} "
     expected += r"to bfloat16: \d\.\d MiB instead of \d\.\d MiB"
@@ -320,11 +314,8 @@ def test_blocks_that_do_not_fill_their_matrix_are_refused(tmp_path):
     source = quantized(tmp_path, lambda: tiny_deepseek(rope=128), "fp8")
     shapes = {name: tensor.shape for name, tensor in weights(source).items() if "layers.0.self_attn.kv_a_proj" in name}
     assert set(shapes.values()) == {(192, 128), (2, 1)}
-    with pytest.raises(
-        ValueError,
-        match=r"would not dequantize all of it rightly: 'model.layers.0.self_attn.kv_a_proj_with_mqa.weight', F8_E4M3 "
-        r"\[192, 128\]",
-    ):
+    weight = r"'model.layers.0.self_attn.kv_a_proj_with_mqa.weight', F8_E4M3 \[192, 128\]"
+    with pytest.raises(ValueError, match=f"would not dequantize all of it rightly: {weight}"):
         streamed(source, tmp_path / "sparse", "magnitude", dequantize=True)
     assert not (tmp_path / "sparse.partial").exists()
 
@@ -346,11 +337,7 @@ def test_experts_that_transformers_cannot_dequantize_are_refused(tmp_path):
         ("llama", {"q_proj.weight": torch.ones(128, 128, dtype=torch.int8)}, r"q_proj.weight', I8 \[128, 128\]; "),
         ("gpt-oss", {"gate_up_proj_scales": None}, r"gate_up_proj_blocks', U8 "),
         ("gpt-oss", {"gate_up_proj_blocks": None}, r"gate_up_proj_scales', U8 "),
-        (
-            "gpt-oss",
-            {"gate_up_proj_scales": torch.ones(4, 64, 1, dtype=torch.uint8)},
-            "gate_up_proj_blocks', U8 ",
-        ),
+        ("gpt-oss", {"gate_up_proj_scales": torch.ones(4, 64, 1, dtype=torch.uint8)}, "gate_up_proj_blocks', U8 "),
         ("gpt-oss", {"q_proj.weight": torch.ones(64, 64, dtype=torch.uint8)}, r"q_proj.weight', U8 \[64, 64\]; "),
     ],
 )
@@ -431,11 +418,8 @@ def test_a_model_of_fp8_linears_is_refused_by_name():
     model: Any = llama_of_whole_blocks()
     model.config.quantization_config = {"quant_method": "fp8"}
     model.model.layers[1].mlp.up_proj = CodedLinear(128, 256)
-    match = (
-        r"layer 'model.layers.1.mlp.up_proj' holds codes, quantized "
-        r"\(fp8\): load the model dequantized"
-    )
-    with pytest.raises(ValueError, match=match):
+    codes = r"layer 'model.layers.1.mlp.up_proj' holds codes, quantized \(fp8\): load the model dequantized"
+    with pytest.raises(ValueError, match=codes):
         mts.sparsify(model, "magnitude", progress=False)
     assert not list(mts.named_masks(model))
     plan = mts.make_plan(model, "magnitude", exclude=["model.layers.1.mlp.up_proj"])

@@ -16,6 +16,7 @@ from modelopt_sparse.checkpoint import stream
 from modelopt_sparse.methods.scores import Wanda
 from tests.checkpoint.streams import Stopping, assert_same_folders, saved
 from tests.helpers import TESTBED, tiny_llama, token_batches
+from tests.interruptions import interrupted
 
 
 def assert_incomplete(target: Path) -> None:
@@ -74,17 +75,11 @@ def test_a_run_that_is_interrupted_before_its_first_block_is_done_leaves_nothing
     assert [path.name for path in tmp_path.iterdir()] == ["dense"]
 
 
-def test_a_generator_is_read_once(stopped, monkeypatch):
+def test_a_generator_is_read_once(stopped):
     """After a run that was stopped at its end as well, whose data is compared."""
     source, target, given = stopped
-
-    def stop(*_):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(stream, "_finish", stop)
-        with pytest.raises(KeyboardInterrupt):
-            mts.sparsify_checkpoint(source, target, **given)
+    with interrupted(stream, "_finish"):
+        mts.sparsify_checkpoint(source, target, **given)
     given["data_loader"] = iter(token_batches(3, seed=5))
     assert len(mts.sparsify_checkpoint(source, target, overwrite=True, **given).layers) == 21
 
@@ -140,10 +135,7 @@ def test_started_with_something_else_it_refuses_and_says_what_differs(stopped, c
     before = content(target.with_name("sparse.partial"))
     if callable(changes):
         changes(source)
-        changes = {}
-    else:
-        changes = {**changes}
-    again = {**given, **changes}
+    again = {**given, **({} if callable(changes) else changes)}
     with pytest.raises(ValueError, match="holds a run that was started with something else") as caught:
         mts.sparsify_checkpoint(source, target, **again)
     for part in [*parts, "give another target, or overwrite=True"]:
@@ -155,10 +147,11 @@ def test_started_with_something_else_it_refuses_and_says_what_differs(stopped, c
     assert mts.report(target).notes == fresh.notes == []
 
 
-def test_started_again_it_goes_on(stopped):
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_started_again_it_goes_on(stopped, overwrite):
     source, target, given = stopped
     given["method"].left = 0
-    report = mts.sparsify_checkpoint(source, target, **given)
+    report = mts.sparsify_checkpoint(source, target, overwrite=overwrite, **given)
     assert given["method"].left == -14  # two blocks
     assert report.notes == ["1 of 3 blocks were reused from a stopped run"]
     assert [layer.name for layer in report.layers] == [
@@ -193,26 +186,13 @@ def test_what_fails_after_a_reused_block_that_was_permuted_is_the_error_that_sho
     assert any(layer.recipe.startswith("permute+") for layer in report.layers)
 
 
-def test_overwrite_goes_on_with_a_run_of_the_same_arguments(stopped):
-    source, target, given = stopped
-    given["method"].left = 0
-    report = mts.sparsify_checkpoint(source, target, overwrite=True, **given)
-    assert report.notes == ["1 of 3 blocks were reused from a stopped run"]
-
-
 @pytest.mark.parametrize(("owner", "name"), [(stream, "_finish"), (stream.WorkFolder, "put_in_place")])
-def test_data_is_compared_after_the_last_block_as_well(stopped, monkeypatch, owner, name):
+def test_data_is_compared_after_the_last_block_as_well(stopped, owner, name):
     """A run that was stopped while it finished, or when it only had to be moved, solves nothing again, and still takes
     no other data."""
     source, target, given = stopped
-
-    def stop(*_):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(owner, name, stop)
-        with pytest.raises(KeyboardInterrupt):
-            mts.sparsify_checkpoint(source, target, **given)
+    with interrupted(owner, name):
+        mts.sparsify_checkpoint(source, target, **given)
     with pytest.raises(ValueError, match="calibration data: "):
         mts.sparsify_checkpoint(source, target, **{**given, "data_loader": token_batches(3, seed=5)})
     left = given["method"].left
@@ -389,20 +369,12 @@ def test_sources_that_are_refused(tmp_path):
 
 def test_a_stack_that_cannot_be_chained_is_refused(tmp_path):
     """ALBERT calls one block several times, which has to stay dense with sequential="none"."""
-    config = AlbertConfig(
-        vocab_size=97,
-        embedding_size=16,
-        hidden_size=32,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        intermediate_size=64,
-        max_position_embeddings=64,
-    )
+    sizes = {"vocab_size": 97, "embedding_size": 16, "hidden_size": 32, "intermediate_size": 64}
+    config = AlbertConfig(**sizes, num_hidden_layers=3, num_attention_heads=4, max_position_embeddings=64)
     source = saved(tmp_path / "dense", lambda: AlbertForMaskedLM(config))
     options = {"data_loader": token_batches(2), "progress": False}
-    with pytest.raises(
-        ValueError, match=r"stack 'albert\..*calls come to its blocks more than once, .*: streaming would"
-    ):
+    more_than_once = r"stack 'albert\..*calls come to its blocks more than once, .*: streaming would"
+    with pytest.raises(ValueError, match=more_than_once):
         mts.sparsify_checkpoint(source, tmp_path / "sparse", "wanda", sequential="none", **options)
     assert not (tmp_path / "sparse").exists()
     mts.sparsify_checkpoint(source, tmp_path / "sparse", "wanda", **options)

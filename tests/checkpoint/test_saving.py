@@ -15,9 +15,10 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import modelopt_sparse as mts
 from modelopt_sparse.checkpoint import save as checkpoint
-from modelopt_sparse.checkpoint.folder import DESCRIPTION, MASKS
+from modelopt_sparse.checkpoint.folder import DESCRIPTION
 from tests.checkpoint.folders import outputs, scrambled, sparse
 from tests.helpers import assert_bits, assert_same_state, run_python, state_of, tiny_llama
+from tests.interruptions import interrupted
 from tests.models.net import Net, net
 
 MINE = ("notes.txt", "model_ema.safetensors", "model-old.safetensors", "model.fp16.safetensors")
@@ -179,53 +180,18 @@ def test_restore_into_a_module_of_the_users_own_remembers_its_folder(broken):
         mts.save(mts.restore(scrambled("net"), folder), folder, overwrite=True)
 
 
-def test_sparsity_json_leaves_first_and_comes_last_in_an_existing_folder(broken, monkeypatch):
-    folder = broken("llama")
-    (folder / "model-00001-of-00009.safetensors").write_bytes(b"stale")
-    seen = []
-
-    def watch(name):
-        original = getattr(Path, name)
-
-        def watched(self, *args, **kwargs):
-            if folder in (self.parent, *(Path(arg).parent for arg in args)):
-                changed = Path(args[0]) if args else self
-                seen.append((name, changed.name, (folder / DESCRIPTION).exists()))
-            return original(self, *args, **kwargs)
-
-        monkeypatch.setattr(Path, name, watched)
-
-    watch("replace")
-    watch("unlink")
-    mts.save(sparse("llama"), folder, overwrite=True)
-    assert seen[0][:2] == ("unlink", DESCRIPTION)
-    assert seen[-1][:2] == ("replace", DESCRIPTION)
-    assert {item[1] for item in seen} >= {"model.safetensors", MASKS, "model-00001-of-00009.safetensors"}
-    assert not any(there for _, _, there in seen[1:])
-
-
-class Interruption(BaseException):
-    """Stands in for Ctrl-C."""
-
-
 @pytest.mark.parametrize("step", ["save_file", "write_masks", "write_description"])
 @pytest.mark.parametrize("existing", [False, True])
-def test_a_save_that_is_stopped_changes_nothing(broken, tmp_path, monkeypatch, step, existing):
+def test_a_save_that_is_stopped_changes_nothing(broken, tmp_path, step, existing):
     folder = broken("net") if existing else tmp_path / "deep" / "er" / "out"
     before = {path.name: path.read_bytes() for path in folder.iterdir()} if existing else None
-
-    def stop(*_args, **_kwargs):
-        raise Interruption
-
-    monkeypatch.setattr(checkpoint, step, stop)
-    with pytest.raises(Interruption):
+    with interrupted(checkpoint, step):
         mts.save(sparse("net"), folder, overwrite=existing)
     if existing:
         assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
         assert [path.name for path in tmp_path.iterdir()] == ["net"]
     else:
         assert list(tmp_path.iterdir()) == []
-    monkeypatch.undo()
     mts.save(sparse("net"), folder, overwrite=existing)
     mts.restore(scrambled("net"), folder)
 

@@ -1,7 +1,6 @@
 """Checkpoints made smaller block by block: the bits of `shrink` in memory, also of runs that were stopped."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from modelopt_sparse.shrinking import importance as choose
 from modelopt_sparse.shrinking import shrink as smaller
 from tests.checkpoint.streams import assert_same_folders, saved
 from tests.helpers import run_python
+from tests.interruptions import interrupted
 from tests.models.shrinkable import BLOCKS, WIDTH, calls, shrinkable
 
 LLAMA, GPT2, T5 = "Llama", "GPT2/GPT2LMHeadModel", "T5/T5ForConditionalGeneration"
@@ -150,24 +150,6 @@ def test_one_block_has_weights_at_any_time(tmp_path, monkeypatch):
 # stopped --------------------------------------------------------------------------------------------------------------
 
 
-class Stopped(Exception):
-    pass
-
-
-def stops_at(monkeypatch: Any, owner: Any, name: str, at: int) -> Callable[[], None]:
-    """The ``at``-th call of a function raises -> what takes that back."""
-    before, calls_of = getattr(owner, name), []
-
-    def stop(*args: Any, **kwargs: Any) -> Any:
-        calls_of.append(args)
-        if len(calls_of) == at:
-            raise Stopped
-        return before(*args, **kwargs)
-
-    monkeypatch.setattr(owner, name, stop)
-    return lambda: monkeypatch.setattr(owner, name, before)
-
-
 RESUMED: dict[str, tuple[str, dict[str, Any], Any, str, int, int]] = {  # where it stops, and how many blocks are done
     "in the first block": (LLAMA, {"mlp": 0.25, "reconstruct": 1}, smaller, "reconstruct", 1, 0),
     "while it tunes": (LLAMA, {"mlp": 0.25, "blocks": 1, "reconstruct": 1}, smaller, "reconstruct", 3, 2),
@@ -184,12 +166,10 @@ RESUMED: dict[str, tuple[str, dict[str, Any], Any, str, int, int]] = {  # where 
 def test_a_run_that_was_stopped_ends_in_the_same_bits(tmp_path, monkeypatch, case):
     name, options, owner, function, at, done = RESUMED[case]
     source, options = dense(tmp_path, name), given(name, options)
-    go_on = stops_at(monkeypatch, owner, function, at)
-    with pytest.raises(Stopped):
+    with interrupted(owner, function, at):
         mts.shrink_checkpoint(source, tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
     assert len(list((tmp_path / "out.partial").glob("block-*.json"))) == done
-    go_on()
     if done:
         with pytest.raises(ValueError, match="started with something else"):
             mts.shrink_checkpoint(source, tmp_path / "out", **{**options, "refit": False})

@@ -14,7 +14,7 @@ import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaForCausalLM
 
 import modelopt_sparse as mts
 from modelopt_sparse import oneshot
@@ -158,26 +158,6 @@ def test_what_a_model_adds_between_blocks_is_streamed_as_well(tmp_path, options)
     assert not report.notes
     options = {key: value for key, value in options.items() if key != "spill"}
     assert_same_folders(tmp_path / "streamed", in_memory(source, tmp_path / "whole", "sparsegpt", **options, **data))
-
-
-def test_every_way_to_read_the_folder(tmp_path):
-    """verify, load, restore and plain transformers take it; the model is that of the in-memory way."""
-    source = saved(tmp_path / "dense", MODELS["llama"])
-    streamed(source, tmp_path / "sparse", "sparsegpt", data_loader=batches())
-    model: Any = AutoModelForCausalLM.from_pretrained(source)
-    mts.sparsify(model, "sparsegpt", data_loader=batches(), progress=False)
-    logits = model(**batches()[0]).logits
-    loaded: Any = LlamaForCausalLM.from_pretrained(tmp_path / "sparse", output_loading_info=True)
-    plain, info = loaded
-    assert not info["missing_keys"]
-    assert not info["unexpected_keys"]
-    for other in (plain, mts.load(tmp_path / "sparse"), mts.restore(MODELS["llama"](), tmp_path / "sparse")):
-        assert_bits(other(**batches()[0]).logits, logits)
-    masks = dict(mts.named_masks(mts.load(tmp_path / "sparse")))
-    expected = dict(mts.named_masks(model))
-    assert masks.keys() == expected.keys()
-    assert all(torch.equal(masks[name], expected[name]) for name in masks)
-    assert len(mts.verify(tmp_path / "sparse", "2:4").layers) == 21
 
 
 def test_names_that_differ_on_disk_come_back_as_they_were(tmp_path):

@@ -5,7 +5,6 @@ import torch
 from torch import nn
 
 import modelopt_sparse as mts
-from modelopt_sparse.checkpoint.folder import MASKS
 from tests.checkpoint.folders import PRUNED, WEIGHT, sparse
 from tests.helpers import tiny_llama
 from tests.models.tiny import tiny_gpt2
@@ -68,33 +67,20 @@ def test_verify_counts_an_unstructured_pattern_in_the_scope_that_it_was_made_wit
         mts.verify(model, "50% per matrix")
 
 
+@pytest.mark.parametrize("value", [1e-30, -0.0])
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_verify_finds_a_single_nonzero_too_many(name, tmp_path):
+def test_verify_finds_a_single_nonzero_too_many(name, value, tmp_path):
     """On the model itself, and in a folder whose weights were changed by somebody who kept the files valid."""
     model = mts.export(sparse(name))
     key = {"llama": "model.layers.1.mlp.down_proj", "gpt2": "transformer.h.1.mlp.c_proj"}[name]
     weight = model.get_parameter(f"{key}.weight")
-    place = tuple((weight == 0).nonzero()[5])
     with torch.no_grad():
-        weight[place] = 1e-30
-    problem = rf"1 of {PRUNED[name]} layers do not hold their pattern: {key}: more nonzeros than 2:4 .*\(1 times\)"
-    with pytest.raises(ValueError, match=problem):
-        mts.verify(model, "2:4")
+        weight[tuple((weight == 0).nonzero()[5])] = value
     model.save_pretrained(tmp_path / "out")
-    with pytest.raises(ValueError, match=problem):
-        mts.verify(tmp_path / "out", "2:4")
-
-
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_verify_takes_negative_zero_for_a_nonzero(name):
-    model = mts.export(sparse(name))
-    layer = mts.verify(model, "2:4").layers[-1].name
-    weight = model.get_parameter(f"{layer}.weight")
-    with torch.no_grad():
-        weight[tuple((weight == 0).nonzero()[3])] = -0.0
-    problem = rf"{layer}: more nonzeros than 2:4 allows, where -0.0 counts as one \(1 times\)"
-    with pytest.raises(ValueError, match=problem):
-        mts.verify(model, "2:4")
+    problem = rf"1 of {PRUNED[name]} layers do not hold their pattern: {key}: more nonzeros than 2:4 allows, "
+    for place in (model, tmp_path / "out"):
+        with pytest.raises(ValueError, match=rf"{problem}where -0.0 counts as one \(1 times\)"):
+            mts.verify(place, "2:4")
 
 
 def test_verify_accepts_negative_zero_among_the_kept():
@@ -158,11 +144,6 @@ def test_verify_of_plain_weights_looks_at_every_default_target(judged):
         judged(tiny_gpt2(), "2:4", plain=True)
 
 
-def test_verify_of_a_plain_export_with_save_pretrained(tmp_path):
-    mts.export(sparse("gpt2")).save_pretrained(tmp_path / "out")
-    assert len(mts.verify(tmp_path / "out", "2:4").layers) == 8
-
-
 def test_verify_without_report_and_pattern_is_an_error(judged):
     with pytest.raises(
         ValueError, match="no report that says which pattern to look for: give pattern=, for example '2:4'"
@@ -181,13 +162,6 @@ def test_verify_of_a_folder_that_does_not_say_what_its_model_is(saved, tmp_path)
         mts.verify(saved("net"), "2:4")
     with pytest.raises(ValueError, match="nowhere' is not a folder"):
         mts.verify(tmp_path / "nowhere", "2:4")
-
-
-def test_verify_of_a_folder_with_damaged_masks(broken):
-    folder = broken("llama")
-    (folder / MASKS).write_bytes(b"junk")
-    with pytest.raises(ValueError, match=f"is damaged: file '{MASKS}' has 4 bytes, not "):
-        mts.verify(folder)
 
 
 def test_verify_names_layers_of_a_report_that_are_not_there():

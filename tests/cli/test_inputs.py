@@ -4,6 +4,7 @@ import json
 import shutil
 import sys
 from dataclasses import fields
+from typing import Any
 
 import pytest
 import torch
@@ -22,26 +23,11 @@ pytestmark = pytest.mark.core
 # options ------------------------------------------------------------------------------------------------------------
 
 EVERY_FLAG = ["--method=wanda", "--pattern=1:4", "--num-samples=4", "--seq-len=16", "--batch-size=3", "--seed=5"]
-EVERY_FLAG += [
-    "--sequential=stage",
-    "--include=*mlp*",
-    "--include=*self_attn*",
-    "--exclude=*gate*",
-    "--exclude=*.k_proj",
-]
-EVERY_FLAG += ["--device=cpu", "--dtype=float32"]
-EVERY_OPTION = {
-    "method": "wanda",
-    "pattern": "1:4",
-    "num_samples": 4,
-    "seq_len": 16,
-    "batch_size": 3,
-    "seed": 5,
-    "sequential": "stage",
-    "include": ["*mlp*", "*self_attn*"],
-    "exclude": ["*gate*", "*.k_proj"],
-    "device": "cpu",
-}
+EVERY_FLAG += ["--sequential=stage", "--include=*mlp*", "--include=*self_attn*", "--exclude=*gate*"]
+EVERY_FLAG += ["--exclude=*.k_proj", "--device=cpu", "--dtype=float32"]
+EVERY_OPTION: dict[str, Any] = {"method": "wanda", "pattern": "1:4", "num_samples": 4, "seq_len": 16, "batch_size": 3}
+EVERY_OPTION |= {"seed": 5, "sequential": "stage", "include": ["*mlp*", "*self_attn*"]}
+EVERY_OPTION |= {"exclude": ["*gate*", "*.k_proj"], "device": "cpu"}
 
 
 @pytest.mark.parametrize("how", ["flags", "config", "set"])
@@ -213,6 +199,9 @@ ANCHORS = "include:\n- &a0 [x, x]\n" + "".join(f"- &a{i + 1} [{TEN.replace('{}',
         ("sparsify no/where --out x", "'no/where' is neither a folder"),
         ("sparsify {llama} --out {root}/never", "method 'sparsegpt' needs calibration text: give --data FILE"),
         ("sparsify {llama} --method magnitude --out {root}/model.pth", "looks like a pickle file"),
+        ("sparsify {llama} --out {root}/never --method magnitude --stream --eval x", "--eval holds the whole model"),
+        ("sparsify {llama} --out {root}/never --method magnitude --spill", "--spill goes with --stream"),
+        ("sparsify {llama} --out {root}/never --stream --method wanda", "needs calibration text: give --data FILE"),
         ("eval {llama} --data nowhere.txt", "data 'nowhere.txt' is not a file"),
         ("eval no/where --data {text}", "'no/where' is neither a folder"),
         ("eval {llama} --reference no/where --data {text}", "'no/where' is neither a folder"),

@@ -93,18 +93,36 @@ def sparse(name: str, method: Any, **options: Any) -> Found:
     return result(name, model)
 
 
+def too_hard() -> None:
+    raise ArithmeticError("this layer is too hard")
+
+
+def disk_is_full() -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def pressed_ctrl_c() -> None:
+    raise KeyboardInterrupt
+
+
+def kill_this_process() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 class Failing(Magnitude):
-    """Magnitude that fails in one process at the first of its layers in the second block: which layers those are is
-    told by clocks."""
+    """Magnitude in which something happens in one process before the first of its layers in the second block: which
+    layers those are is told by clocks."""
 
     name = "failing"
 
-    def __init__(self, *, where: int | None) -> None:
-        self.where, self.weights = where, [*llama().get_submodule("model.layers.1").parameters()]
+    def __init__(self, *, where: int | None, then: Callable[[], object] = too_hard) -> None:
+        self.where, self.then = where, then
+        self.weights = [*llama().get_submodule("model.layers.1").parameters()]
 
     def solve(self, weight, state, pattern, options):
         if rank() == self.where and any(torch.equal(weight, of_second) for of_second in self.weights):
-            raise ArithmeticError("this layer is too hard")
+            self.where = None
+            self.then()
         return super().solve(weight, state, pattern, options)
 
 
@@ -449,7 +467,7 @@ def smaller(folder: Path) -> Found:
 def streaming_killed(folder: Path) -> Found:
     """The second process is killed in the second block; what is left is gone on with by other numbers of processes."""
     target = folder / "streamed-killed"
-    error = error_of(lambda: stream(folder, target, "llama", Killed(where=1)))
+    error = error_of(lambda: stream(folder, target, "llama", Failing(where=1, then=kill_this_process)))
     return {"error": error, "left": sorted(path.name for path in folder.glob("streamed-killed*"))}
 
 
@@ -471,6 +489,7 @@ def streaming_refused(folder: Path) -> Found:
         given = {"data_loader": BATCHES["llama"], "progress": False, **options}
         return error_of(lambda: mts.sparsify_checkpoint(place, out, "wanda", **given))
 
+    on_a_full_disk = Failing(where=1, then=disk_is_full)
     cases = {
         "source": run(own),
         "byte": run(changed),
@@ -480,21 +499,11 @@ def streaming_refused(folder: Path) -> Found:
         "data": run(data_loader=BATCHES["llama"][:: -1 if other else 1]),
         "target": run(out=folder / f"streamed-refused-{rank()}"),
         "kind of device": run(device="meta" if other else "cpu"),
-        "full disk": error_of(lambda: stream(folder, folder / "streamed-full", "llama", Full(where=1))),
+        "full disk": error_of(lambda: stream(folder, folder / "streamed-full", "llama", on_a_full_disk)),
     }
     with patch("modelopt_sparse.plan.plan.library_versions", lambda: versions):
         cases["version"] = run()
     return {"errors": cases, "left": sorted(path.name for path in folder.glob("streamed-refused*"))}
-
-
-class Full(Failing):
-    name = "full"
-
-    def solve(self, weight, state, pattern, options):
-        try:
-            return super().solve(weight, state, pattern, options)
-        except ArithmeticError:
-            raise OSError(errno.ENOSPC, "No space left on device") from None
 
 
 # failures ------------------------------------------------------------------------------------------------------------
@@ -576,49 +585,18 @@ def loop_that_fails(model: nn.Module) -> None:
 
 def interrupted() -> Found:
     """Ctrl-C in one process."""
-
-    class Interrupted(Failing):
-        def solve(self, weight, state, pattern, options):
-            try:
-                return super().solve(weight, state, pattern, options)
-            except ArithmeticError:
-                raise KeyboardInterrupt from None
-
-    return lost(Interrupted(where=1))
+    return lost(Failing(where=1, then=pressed_ctrl_c))
 
 
 def late() -> Found:
     """One process does not come in time."""
     distributed.TIMEOUT = timedelta(seconds=2)
-    method = Late(where=1)
+    method = Failing(where=1, then=lambda: time.sleep(4))
     return {"error": error_of(lambda: mts.sparsify(llama(), method, progress=False))}
 
 
-class Late(Failing):
-    name = "late"
-
-    def solve(self, weight, state, pattern, options):
-        try:
-            return super().solve(weight, state, pattern, options)
-        except ArithmeticError:
-            self.where = None
-            time.sleep(4)
-            return super().solve(weight, state, pattern, options)
-
-
-class Killed(Failing):
-    name = "killed"
-
-    def solve(self, weight, state, pattern, options):
-        try:
-            return super().solve(weight, state, pattern, options)
-        except ArithmeticError:
-            os.kill(os.getpid(), signal.SIGKILL)
-            raise
-
-
 def killed() -> Found:
-    return lost(Killed(where=1))
+    return lost(Failing(where=1, then=kill_this_process))
 
 
 def lost(method: Any) -> Found:

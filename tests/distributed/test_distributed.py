@@ -320,45 +320,34 @@ def test_one_process_goes_on_where_another_was_killed(results, folder, tmp_path)
     )
     assert first["left"] == ["streamed-killed.partial"]
     shutil.copytree(folder / "streamed-killed.partial", tmp_path / "sparse.partial")
-    found = ranks.stream(folder, tmp_path / "sparse", "llama", ranks.Killed(where=None))
+    found = ranks.stream(folder, tmp_path / "sparse", "llama", ranks.Failing(where=None))
     assert found["notes"] == ["1 of 2 blocks were reused from a stopped run of 2 processes"]
     assert found["files"] == alone["not calibrated"]["files"]
 
 
-WRONG_FOR_ONE = {  # what rank 0 and rank 1 say
-    "source": (r"ValueError: the size of 'config.json' is not the same in all processes: rank 0 has \d+, rank 1 has",)
-    * 2,
-    "byte": (
-        r"ValueError: the SHA-256 of 'model.safetensors' is not the same in all.* rank 0 has \w+, rank 1 has \w+; copy",
-    )
-    * 2,
-    "copies": ("nothing was raised",) * 2,
-    "devices": ("nothing was raised",) * 2,
-    "kind of device": (r"ValueError: device is not the same in all processes: rank 0 has cpu, rank 1 has meta; give",)
-    * 2,
-    "version": (
-        r"ValueError: version of torch is not the same in all processes: rank 0 has .*, rank 1 has 2.5.0; give",
-    )
-    * 2,
-    "option": (r"ValueError: layer model.layers.0.self_attn.q_proj is not the same in all processes: .*give all of",)
-    * 2,
-    "data": (r"ValueError: the SHA-256 of the calibration data is not the same in all processes.*split_data=False",)
-    * 2,
-    "target": (
-        r"RankError: rank 1 stopped: ValueError: '.*refused-1.partial' of rank 0 is not there for rank 1: put it",
-        r"ValueError: '.*refused-1.partial' of rank 0 is not there for rank 1: put it where all processes see it",
-    ),
-    "full disk": (
-        r"RankError: rank 1 stopped: OSError: '.*streamed-full' could not be written, because the disk is full",
-        r"OSError: '.*streamed-full' could not be written, because the disk is full .*blocks are kept",
-    ),
+NOT_THE_SAME = "is not the same in all processes: rank 0 has"
+NOT_THERE = "ValueError: '.*refused-1.partial' of rank 0 is not there for rank 1: put it"
+IS_FULL = "OSError: '.*streamed-full' could not be written, because the disk is full"
+WRONG_FOR_ONE = {  # what both say, or rank 0 and rank 1
+    "source": rf"ValueError: the size of 'config.json' {NOT_THE_SAME} \d+, rank 1 has",
+    "byte": r"ValueError: the SHA-256 of 'model.safetensors' is not the same in all.* has \w+, rank 1 has \w+; copy",
+    "copies": "nothing was raised",
+    "devices": "nothing was raised",
+    "kind of device": f"ValueError: device {NOT_THE_SAME} cpu, rank 1 has meta; give",
+    "version": f"ValueError: version of torch {NOT_THE_SAME} .*, rank 1 has 2.5.0; give",
+    "option": f"ValueError: layer model.layers.0.self_attn.q_proj {NOT_THE_SAME} .*give all of",
+    "data": f"ValueError: the SHA-256 of the calibration data {NOT_THE_SAME} .*split_data=False",
+    "target": (f"RankError: rank 1 stopped: {NOT_THERE}", f"{NOT_THERE} where all processes see it"),
+    "full disk": (f"RankError: rank 1 stopped: {IS_FULL}", f"{IS_FULL} .*blocks are kept"),
 }
 
 
 @slow
 @pytest.mark.parametrize("what", WRONG_FOR_ONE)
 def test_what_is_wrong_for_one_process_stops_streaming_in_all(results, what):
-    for found, error in zip(results("streaming", ranks.streaming_refused), WRONG_FOR_ONE[what], strict=True):
+    said = WRONG_FOR_ONE[what]
+    errors = said if isinstance(said, tuple) else (said, said)
+    for found, error in zip(results("streaming", ranks.streaming_refused), errors, strict=True):
         assert re.match(error, found["errors"][what]), found["errors"][what]
         assert found["left"] == []
 
@@ -379,14 +368,8 @@ FAILING = [  # what fails, what rank 1 says, what the others say
 REFUSED = [
     ("weights", r"ValueError: parameter 'model.layers.1.mlp.up_proj.weight' is not the same in all processes: rank 0 "),
     ("data", r"ValueError: the SHA-256 of the calibration data is not the same in all processes.*split_data=False"),
-    (
-        "pattern",
-        r"ValueError: layer model.layers.0.self_attn.q_proj is not the same in all processes:",
-    ),
-    (
-        "rule",
-        r"ValueError: layer model.layers.0.self_attn.q_proj .*rank 0 has \w+ 2:8.*, rank 1 has \w+ 1:4.*; give",
-    ),
+    ("pattern", r"ValueError: layer model.layers.0.self_attn.q_proj is not the same in all processes:"),
+    ("rule", r"ValueError: layer model.layers.0.self_attn.q_proj .*rank 0 has \w+ 2:8.*, rank 1 has \w+ 1:4.*; give"),
     ("not finite", r"ValueError: layer 'model.layers.0.self_attn.q_proj': its input holds NaN or inf"),
     ("few batches", r"ValueError: \d processes share out the calibration batches, and there are only \d: give smaller"),
     ("shards", r"ValueError: layer 'model.layers.0.self_attn.q_proj' is sharded over processes \(DTensor\): sparsify"),

@@ -109,11 +109,20 @@ def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=0.03, weight_decay=0.1)
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = STEPS) -> list[float]:
+def loss_of(model: nn.Module) -> Tensor:
     x, target = data()
+    return F.mse_loss(model(share(x)), share(target))
+
+
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    steps: int = STEPS,
+    loss_of: Callable[[nn.Module], Tensor] = loss_of,
+) -> list[float]:
     losses = []
     for _ in range(steps):
-        loss = F.mse_loss(model(share(x)), share(target))
+        loss = loss_of(model)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -121,8 +130,8 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = STEPS
     return losses
 
 
-def trained(model: nn.Module) -> dict[str, Any]:
-    losses = train(model, adamw(model.parameters()))
+def trained(model: nn.Module, loss_of: Callable[[nn.Module], Tensor] = loss_of) -> dict[str, Any]:
+    losses = train(model, adamw(model.parameters()), loss_of=loss_of)
     return {"losses": losses, "lost": lost_zeros(model), "values": values(model)}
 
 
@@ -156,21 +165,21 @@ def fsdp() -> dict[str, Any]:
     return {**found, "state": copy.deepcopy(state)}
 
 
+def sparse_llama() -> nn.Module:
+    return mts.sparsify(tiny_llama(tie_word_embeddings=False), "magnitude", progress=False).train()
+
+
+def loss_of_llama(model: nn.Module) -> Tensor:
+    tokens = share(token_batches(1, batch=4)[0])
+    return model(input_ids=tokens, labels=tokens).loss
+
+
 def fsdp_of_a_llama(folder: Path) -> dict[str, Any]:
-    model = mts.sparsify(tiny_llama(tie_word_embeddings=False), "magnitude", progress=False).train()
+    model: Any = sparse_llama()
     for layer in model.model.layers:
         fully_shard(layer)
     fully_shard(model)
-    optimizer = adamw(model.parameters())
-    tokens = token_batches(1, batch=4)[0]
-    losses = []
-    for _ in range(STEPS):
-        loss = model(input_ids=share(tokens), labels=share(tokens)).loss
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(everywhere(loss.item()))
-    found = {"losses": losses, "lost": lost_zeros(model), "values": values(model)}
+    found = trained(model, loss_of_llama)
     state = get_model_state_dict(model, options=FULL)
     if dist.get_rank() == 0:
         model.save_pretrained(folder / "llama", state_dict=state)
@@ -298,18 +307,11 @@ def tensor_parallel_and_fsdp() -> dict[str, Any]:
     parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
     for child in (model[0], model[2], model):
         fully_shard(child, mesh=mesh["data"])
-    x, target = data()
-    found: dict[str, Any] = {}
-    for name, each in (("parallel", model), ("single", single)):
-        optimizer = adamw(each.parameters())
-        losses = []
-        for _ in range(STEPS):
-            loss = F.mse_loss(each(x), target)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-        found[name] = {"losses": losses, "lost": lost_zeros(each), "values": values(each)}
+    x, target = data()  # the whole batch in both processes
+    found = {
+        name: trained(each, lambda model: F.mse_loss(model(x), target))
+        for name, each in (("parallel", model), ("single", single))
+    }
     with torch.no_grad():
         model[0].weight.add_(1.0)
     model.state_dict()
@@ -344,34 +346,32 @@ def outcome(model: nn.Module) -> dict[str, Any]:
     return {"masks": masks, "values": values(model), "lost": lost_zeros(model)}
 
 
-def rigl_in_one_process() -> dict[str, Any]:
-    model, sparsity = dense_model().double(), rigl()
-    sparsity.apply(model)
-    before = {name: mask.clone() for name, mask in mts.named_masks(model)}
-    optimizer = adamw(model.parameters())
-    sparsity.apply(optimizer)
-    train_sparse(model, optimizer, 6)
-    return {"before": before, **outcome(model)}
-
-
-def rigl_under_ddp() -> dict[str, Any]:
-    model, sparsity = dense_model().double(), rigl()
-    sparsity.apply(model)
-    wrapped = DistributedDataParallel(model)
+def by_rigl(model: nn.Module, sparsity: training.SparsityAlgorithm, wrapped: nn.Module) -> dict[str, Any]:
+    """The outcome of six steps of a model whose masks are there."""
     optimizer = adamw(wrapped.parameters())
     sparsity.apply(optimizer)
     train_sparse(wrapped, optimizer, 6)
     return outcome(model)
 
 
+def rigl_in_one_process() -> dict[str, Any]:
+    model, sparsity = dense_model().double(), rigl()
+    sparsity.apply(model)
+    before = {name: mask.clone() for name, mask in mts.named_masks(model)}
+    return {"before": before, **by_rigl(model, sparsity, model)}
+
+
+def rigl_under_ddp() -> dict[str, Any]:
+    model, sparsity = dense_model().double(), rigl()
+    sparsity.apply(model)
+    return by_rigl(model, sparsity, DistributedDataParallel(model))
+
+
 def rigl_sharded() -> dict[str, Any]:
     """Masks before sharding."""
     model, sparsity = dense_model().double(), rigl()
     sparsity.apply(model)
-    optimizer = adamw(sharded(model).parameters())
-    sparsity.apply(optimizer)
-    train_sparse(model, optimizer, 6)
-    return outcome(model)
+    return by_rigl(model, sparsity, sharded(model))
 
 
 def sharded_and_resumed(folder: Path) -> dict[str, Any]:
@@ -410,21 +410,16 @@ def sharded_and_resumed(folder: Path) -> dict[str, Any]:
 def rigl_on_sharded_weights() -> dict[str, Any]:
     model, sparsity = sharded(dense_model().double()), rigl()
     sparsity.apply(model)
-    optimizer = adamw(model.parameters())
-    sparsity.apply(optimizer)
-    train_sparse(model, optimizer, 6)
-    return outcome(model)
+    return by_rigl(model, sparsity, model)
 
 
 def rigl_on_ranks_that_differ() -> dict[str, Any]:
     model, sparsity = dense_model().double(), rigl()
     sparsity.apply(model)
-    optimizer = adamw(model.parameters())
-    sparsity.apply(optimizer)
     with torch.no_grad():
         model[0].weight.add_(float(dist.get_rank()))
     try:
-        train_sparse(model, optimizer, 6)  # gradients are not reduced
+        by_rigl(model, sparsity, model)  # gradients are not reduced
     except RuntimeError as error:
         return {"error": str(error)}
     return {"error": "none was raised"}
@@ -499,17 +494,7 @@ def test_sharded_llama_trains_and_saves_a_plain_folder(found_by, folder: Path):
     found = found_by(fsdp_of_a_llama)
     assert found["lost"] == []
     assert falls(found["losses"])
-    model = mts.sparsify(tiny_llama(tie_word_embeddings=False), "magnitude", progress=False).train()
-    tokens = token_batches(1, batch=4)[0]
-    optimizer = adamw(model.parameters())
-    losses = []
-    for _ in range(STEPS):
-        loss = model(input_ids=tokens, labels=tokens).loss
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert found["losses"] == pytest.approx(losses, rel=1e-3)
+    assert found["losses"] == pytest.approx(trained(sparse_llama(), loss_of_llama)["losses"], rel=1e-3)
     saved = load_file(folder / "llama" / "model.safetensors")
     assert not [key for key in saved if "mask" in key]
     assert len(mts.verify(folder / "llama", "2:4").layers) == 14

@@ -214,16 +214,9 @@ def test_activations_do_not_stay_where_they_go_to_files(tmp_path, monkeypatch):
     tiny_llama().save_pretrained(tmp_path / "dense")
     placed = []
     monkeypatch.setattr(blocks, "spilled", lambda x, folder: placed.append(x.device.type) or spilled(x, folder))
+    options = {"data_loader": token_batches(), "spill": True, "progress": False}
     with pretend_device() as device:
-        mts.sparsify_checkpoint(
-            tmp_path / "dense",
-            tmp_path / "sparse",
-            "sparsegpt",
-            data_loader=token_batches(),
-            device=device,
-            spill=True,
-            progress=False,
-        )
+        mts.sparsify_checkpoint(tmp_path / "dense", tmp_path / "sparse", "sparsegpt", device=device, **options)
     assert set(placed) == {"cpu"}
 
 

@@ -176,7 +176,7 @@ def test_export_gives_plain_modules_that_still_run(hook):
     assert torch.equal(model(ids).logits, expected)
 
 
-def test_modules_end_by_themselves_once_their_hooks_are_remove_hooks():
+def test_modules_end_by_themselves_once_their_hooks_are_removed():
     """Accelerate puts back a forward that is bound to its module."""
     model = tiny_llama()
     for layer in model.model.layers:

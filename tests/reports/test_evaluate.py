@@ -70,10 +70,12 @@ def test_the_tail_is_dropped_and_windows_do_not_see_each_other():
     assert math.log(whole.perplexity) == pytest.approx(sum(math.log(part.perplexity) for part in parts) / 2)
 
 
-def test_divergence_of_a_model_from_itself_is_zero():
-    found = mts.evaluate(tiny_llama(), text(), seq_len=9, reference=tiny_llama(), progress=False)
+def test_divergence_of_a_model_from_itself_is_zero_and_leaves_no_gradients():
+    model = tiny_llama()
+    found = mts.evaluate(model, text(), seq_len=9, reference=model, progress=False)
     assert found.kl == 0.0
     assert found.perplexity == found.reference_perplexity
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_a_uniform_model_has_its_vocabulary_as_perplexity():
@@ -126,12 +128,6 @@ def test_modes_are_restored_and_dropout_is_off():
     assert [[module.training for module in model.modules()] for model in models] == before
 
 
-def test_no_gradients_are_kept():
-    model = tiny_llama()
-    mts.evaluate(model, text(), seq_len=9, reference=model, progress=False)
-    assert all(parameter.grad is None for parameter in model.parameters())
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -142,6 +138,10 @@ def test_no_gradients_are_kept():
         ({"seq_len": 65, "tokens": torch.ones(70, dtype=torch.long)}, "takes at most 64 tokens"),
         ({"batch_size": 0}, "batch_size=0: at least"),
         ({"tokens": -text()}, r"the text holds token id -9\d, the model has 97 tokens"),
+        *(
+            ({"tokens": text().to(kind)}, f"tokens are {kind} .*: give one row of token ids, whole numbers")
+            for kind in (torch.float32, torch.bool)
+        ),
         (
             {"reference": tiny_llama(vocab_size=101)},
             r"the output of the reference is \[5, 8, 101\], and the other's is \[5, 8, 97\]",
@@ -156,14 +156,11 @@ def test_arguments_that_cannot_be_evaluated(arguments, message):
 
 @pytest.mark.parametrize("who", ["model", "reference"])
 def test_logits_that_are_not_finite_are_an_error(who):
-    broken = tiny_llama()
+    models = {"model": tiny_llama(), "reference": tiny_llama()}
     with torch.no_grad():
-        broken.model.norm.weight[3] = float("nan")
-    pair = (
-        {"model": broken, "reference": tiny_llama()} if who == "model" else {"model": tiny_llama(), "reference": broken}
-    )
+        models[who].model.norm.weight[3] = float("nan")
     with pytest.raises(ValueError, match=f"the {who}'s output holds NaN or inf on these data"):
-        mts.evaluate(pair["model"], text(), seq_len=9, reference=pair["reference"], progress=False)
+        mts.evaluate(models["model"], text(), seq_len=9, reference=models["reference"], progress=False)
 
 
 @pytest.mark.parametrize(
@@ -196,12 +193,6 @@ def test_logits_of_minus_infinity_and_collapsed_models(offset, perplexity, kl):
     assert "Infinity" not in report.to_json()
 
 
-@pytest.mark.parametrize("kind", [torch.float32, torch.bool])
-def test_tokens_that_are_no_whole_numbers(kind):
-    with pytest.raises(ValueError, match=f"tokens are {kind} .*: give one row of token ids, whole numbers"):
-        mts.evaluate(tiny_llama(), text().to(kind), seq_len=9, progress=False)
-
-
 def test_tokens_as_bytes():
     tokens = text()
     figures = [mts.evaluate(tiny_llama(), x, seq_len=9, progress=False) for x in (tokens, tokens.to(torch.uint8))]
@@ -215,13 +206,8 @@ def test_what_is_printed_has_the_reference_beside_it():
     assert str(alone) == (
         "perplexity 12.346 (of the dense model: not known, give it as reference), 1 window of 9 tokens"
     )
-    assert found.as_dict() == {
-        "perplexity": 12.3456,
-        "reference_perplexity": 7.0,
-        "kl": 0.5,
-        "windows": 3,
-        "seq_len": 9,
-    }
+    figures = {"perplexity": 12.3456, "reference_perplexity": 7.0, "kl": 0.5}
+    assert found.as_dict() == {**figures, "windows": 3, "seq_len": 9}
 
 
 @pytest.mark.parametrize(("progress", "shown"), [(True, True), (False, False), (None, False)])
@@ -270,11 +256,7 @@ def test_a_report_holds_them(tmp_path):
     [
         ([1, 2, 3], TypeError, "a calibration batch is a int"),
         ("text", TypeError, "a calibration batch is a str"),
-        (
-            torch.arange(40),
-            ValueError,
-            "perplexity is of causal language models",
-        ),
+        (torch.arange(40), ValueError, "perplexity is of causal language models"),
     ],
 )
 def test_what_is_no_language_model_or_no_tokens(tokens, error, message):

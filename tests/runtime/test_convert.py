@@ -38,10 +38,7 @@ def test_masks_are_to_be_exported_first():
 @pytest.mark.parametrize(
     ("options", "wrong"),
     [
-        (
-            {"tunes": 1},
-            r"option 'tunes' is not known, did you mean 'tune'\?; allowed are",
-        ),
+        ({"tunes": 1}, r"option 'tunes' is not known, did you mean 'tune'\?; allowed are"),
         ({"tune": ()}, r"tune=\(\): give token counts from 1"),
         ({"tune": (1, 0)}, r"tune=\(1, 0\): give token counts from 1"),
         ({"tune": "64"}, r"tune=\('64',\): give token counts from 1"),

@@ -69,6 +69,14 @@ def batch(step: int, size: int = 4) -> Tensor:
     return torch.randint(16, (size, 6), generator=torch.Generator().manual_seed(step))
 
 
+def applied(
+    sparsity: Any, model: nn.Module, optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD, **options: Any
+) -> torch.optim.Optimizer:
+    """Make the model sparse -> an optimizer of all of its parameters, which the algorithm knows."""
+    sparsity.apply(model)
+    return sparsity.apply(optimizer(model.parameters(), **{"lr": 0.1, **options}))
+
+
 def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
     """To tell the next token: token + 3."""
     return F.cross_entropy(model(tokens).flatten(0, 1), ((tokens + 3) % 16).flatten())

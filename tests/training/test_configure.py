@@ -1,6 +1,7 @@
 """Spellings of a configuration, what is wrong with others, and the command line."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -134,10 +135,7 @@ def test_files_and_mappings_are_read_by_one_rule(text, described, tmp_path):
         ({"sparsity": 1}, "sparsity: sparsity=1.0: must be a number in"),
         (1, "1 is neither a level such as 0.9, a mapping, nor a list"),
         ({"algorithm": "rigel", "sparsity": 0.5}, "algorithm 'rigel' is not known, did you mean 'rigl'"),
-        (
-            {"sparsity": 0.5, "drop_fraction": 0.3},
-            "Static: option 'drop_fraction' is not known; allowed are",
-        ),
+        ({"sparsity": 0.5, "drop_fraction": 0.3}, "Static: option 'drop_fraction' is not known; allowed are"),
         ({"sparsity": 0.5, "ini_method": "topk"}, "option 'ini_method' is not known, did you mean 'init_method'"),
         ({"sparsity": 1.5}, "sparsity: sparsity=1.5: must be a number in"),
         ({"algorithm": "gmp", "sparsity": 0.5}, "GMP prunes by a schedule"),
@@ -160,16 +158,7 @@ def test_files_and_mappings_are_read_by_one_rule(text, described, tmp_path):
             {"algorithm": "rigl", "sparsity": 0.5, "drop_min_balance": 4},
             "allowed are balance_in_groups, balance_out_groups,",
         ),
-    ],
-)
-def test_what_is_refused(config, match):
-    with pytest.raises(ValueError, match=match):
-        training.configure(config)
-
-
-@pytest.mark.parametrize(
-    ("text", "match"),
-    [
+        (Path("none.yaml"), "cannot be read as YAML"),
         ("model: {}\n", "holds no section 'sparsity', so nothing is trained sparse"),
         ("sparsity: [\n", "is not YAML"),
         ("sparsity: 5\n", "sparsity=5.0: must be a number in"),
@@ -178,12 +167,13 @@ def test_what_is_refused(config, match):
         ("sparsity:\n  seed: 1\n  sparsity: 0.5\n  seed: 2\n", r"'seed' stands twice\s.*line 4, column 3"),
     ],
 )
-def test_what_is_refused_of_files(text, match, tmp_path):
-    (tmp_path / "recipe.yaml").write_text(text)
+def test_what_is_refused(config, match, tmp_path):
+    """A text is that of a file."""
+    if isinstance(config, str):
+        (tmp_path / "recipe.yaml").write_text(config)
+        config = tmp_path / "recipe.yaml"
     with pytest.raises(ValueError, match=match):
-        training.configure(tmp_path / "recipe.yaml")
-    with pytest.raises(ValueError, match="cannot be read as YAML"):
-        training.configure(tmp_path / "none.yaml")
+        training.configure(config)
 
 
 # the command line ---------------------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from modelopt_sparse import training
 from modelopt_sparse.checks import read_yaml
-from modelopt_sparse.cli.commands import main
 from modelopt_sparse.model.masking import named_masks
 from tests.helpers import TESTBED, Snapshot, tiny_llama
 
@@ -113,32 +112,16 @@ def test_a_recipe_that_changes_layers_is_not_for_configure(tmp_path):
 # the command line ---------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def command(monkeypatch, capsys):
-    """Run a command -> (exit code, standard output, standard error)."""
-
-    def run(*arguments):
-        monkeypatch.setattr("sys.argv", ["modelopt-sparse", "sparse-ift", *map(str, arguments)])
-        code = 0
-        try:
-            main()
-        except SystemExit as done:
-            code = done.code or 0
-        return code, *capsys.readouterr()
-
-    return run
-
-
 @pytest.mark.parametrize("rule", [None, GMP])
 @pytest.mark.parametrize("iso", ["layers", "model"])
-def test_a_config_and_a_recipe_are_written(command, tmp_path, rule, iso):
+def test_a_config_and_a_recipe_are_written(run, tmp_path, rule, iso):
     flags = ["--iso", iso]
     if rule is not None:
         (tmp_path / "rule.yaml").write_text(yaml.safe_dump({"sparsity": rule}))
         flags += ["--recipe", tmp_path / "rule.yaml"]
-    code, out, error = command(MODEL, "--sparsity", 0.5, "--out", tmp_path / "wide", *flags)
-    assert (code, error) == (0, "")
-    assert out.endswith("config.json, recipe.yaml.\n")
+    done = run("sparse-ift", MODEL, "--sparsity", 0.5, "--out", tmp_path / "wide", *flags)
+    assert (done.code, done.err) == (0, "")
+    assert done.out.endswith("config.json, recipe.yaml.\n")
     assert {path.name for path in (tmp_path / "wide").iterdir()} == {"config.json", "recipe.yaml"}
     with torch.device("meta"):
         dense = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(MODEL))
@@ -153,20 +136,19 @@ def test_a_config_and_a_recipe_are_written(command, tmp_path, rule, iso):
     assert len(globs) == 7, "one glob for each kind of layer, not a name for each layer"
 
 
-def test_members_are_put_in_by_their_recipe(command, tmp_path):
-    code, _, error = command(
-        MODEL, "--sparsity", 0.5, "--member", "doped", "--out", tmp_path / "doped", "--include", "*.q_proj"
-    )
-    assert (code, error) == (0, "")
+def test_members_are_put_in_by_their_recipe(run, tmp_path):
+    flags = ("--sparsity", 0.5, "--member", "doped", "--include", "*.q_proj")
+    done = run("sparse-ift", MODEL, "--out", tmp_path / "doped", *flags)
+    assert (done.code, done.err) == (0, "")
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path / "doped"))
     ift = training.configure_sparse_ift(tmp_path / "doped" / "recipe.yaml", model)
     assert {layer.name for layer in ift.plan.layers} == {f"model.layers.{i}.self_attn.q_proj" for i in range(6)}
 
 
-def test_the_plan_as_json(command, tmp_path):
-    code, out, _ = command(MODEL, "--sparsity", 0.75, "--out", tmp_path / "wide", "--json")
-    assert code == 0
-    assert json.loads(out)["ratio"] == 1.0
+def test_the_plan_as_json(run, tmp_path):
+    done = run("sparse-ift", MODEL, "--sparsity", 0.75, "--out", tmp_path / "wide", "--json")
+    assert done.code == 0
+    assert json.loads(done.out)["ratio"] == 1.0
 
 
 @pytest.mark.parametrize(
@@ -177,18 +159,19 @@ def test_the_plan_as_json(command, tmp_path):
         (["--sparsity", "0.5", "--recipe", "nothing.yaml"], "cannot be read as YAML"),
     ],
 )
-def test_wrong_input_is_one_line_and_writes_nothing(command, tmp_path, flags, message):
-    code, out, error = command(MODEL, "--out", tmp_path / "new", *flags)
-    assert (code, out) == (2, "")
-    (line,) = error.splitlines()
+def test_wrong_input_is_one_line_and_writes_nothing(run, tmp_path, flags, message):
+    done = run("sparse-ift", MODEL, "--out", tmp_path / "new", *flags)
+    assert (done.code, done.out) == (2, "")
+    (line,) = done.err.splitlines()
     assert message in line
     assert not (tmp_path / "new").exists()
 
 
-def test_a_folder_with_files_is_written_to_only_on_request(command, tmp_path):
+def test_a_folder_with_files_is_written_to_only_on_request(run, tmp_path):
     (tmp_path / "mine.txt").write_text("mine")
-    code, _, error = command(MODEL, "--sparsity", 0.5, "--out", tmp_path)
-    assert code == 2
-    assert "exists and is not empty" in error
-    assert command(MODEL, "--sparsity", 0.5, "--out", tmp_path, "--overwrite")[0] == 0
+    command = ("sparse-ift", MODEL, "--sparsity", 0.5, "--out", tmp_path)
+    done = run(*command)
+    assert done.code == 2
+    assert "exists and is not empty" in done.err
+    assert run(*command, "--overwrite").code == 0
     assert (tmp_path / "mine.txt").read_text() == "mine"

@@ -200,13 +200,18 @@ def test_bfloat16_and_autocast():
 # other models ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_classifier():
+def classifiers(labels: int, **changes: Any) -> tuple[Any, Any]:
     config = copy.deepcopy(tiny_llama().config)
-    config.num_labels, config.pad_token_id = 3, PAD
-    teacher, model = (LlamaForSequenceClassification(config).double() for _ in range(2))
+    config.num_labels, config.pad_token_id = labels, PAD
+    model, teacher = (LlamaForSequenceClassification(config).double() for _ in range(2))
+    model.config.update(changes)
+    return model.train(), teacher
+
+
+def test_a_classifier():
+    model, teacher = classifiers(3)
     batch = padded()
     batch["labels"] = torch.tensor([0, 2, -100, 1])
-    model.train()
     rows = [kl_of(p, q) for p, q in zip(teacher(**batch).logits.detach(), model(**batch).logits)]
     with distill(model, teacher):
         loss = model(**batch).loss
@@ -457,105 +462,80 @@ def call_refused(model: nn.Module, teacher: nn.Module, *parts: str, weights: Any
         assert part in str(caught.value), caught.value
 
 
-def test_another_vocabulary():
-    model, _ = pair()
-    call_refused(
-        model,
-        tiny_llama(vocab_size=99).double(),
-        "the teacher's logits are [4, 10, 99], the model's [4, 10, 97]",
-        "give a teacher with the same vocabulary",
-        **padded(),
-    )
+class Image(nn.Module):
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"logits": x}
 
 
-def test_other_hidden_states():
-    model, _ = pair()
-    teacher = tiny_llama(num_hidden_layers=3).double()
-    call_refused(
-        model,
-        teacher,
-        "the model has 2 hidden states [4, 10, 32], the teacher 3 hidden states [4, 10, 32]",
-        weights={"square_head": 1.0},
-        **padded(),
-    )
+class Quiet(Own):
+    def forward(self, x: Tensor, output_hidden_states: bool = False) -> dict[str, Tensor]:
+        assert output_hidden_states
+        return {"logits": self.layer(x)}
 
 
-def test_a_model_without_logits():
-    model, teacher = pair()
-    call_refused(
-        model.model,
-        teacher.model,
-        "the model gives no logits",
-        "use one with a head",
-        **padded(),
-    )
+class Prompted(nn.Module):
+    """Two tokens of its own stand before those of the text."""
+
+    def forward(self, x: Tensor, attention_mask: Tensor, output_hidden_states: bool) -> dict[str, Any]:
+        return {"logits": x[:, 2:], "hidden_states": (x,)}
 
 
-def test_a_tuple_and_logits_of_other_dimensions():
-    model, teacher = pair()
-    call_refused(model, teacher, "the model gives no logits", "return_dict=False", return_dict=False, **padded())
-
-    class Image(nn.Module):
-        def forward(self, x: Tensor) -> dict[str, Tensor]:
-            return {"logits": x}
-
-    call_refused(Image(), Image(), "the model gives no logits", x=torch.zeros(2, 3, 4, 5))
-
-
-def test_labels_that_do_not_fit():
-    model, teacher = pair()
-    batch = padded()
-    del batch["labels"]
-    call_refused(
-        model, teacher, "attention_mask [4, 10] does not say which of [4, 1] tokens", logits_to_keep=1, **batch
-    )
-    mask = torch.ones(4, 1, 10, 10, dtype=torch.bool).tril()
-    call_refused(model, teacher, "attention_mask [4, 1, 10, 10]", input_ids=batch["input_ids"], attention_mask=mask)
-
-
-def test_no_labels_for_the_models_own_loss():
-    model, teacher = pair()
-    call_refused(
-        model,
-        teacher,
-        "distill(task=0.5): the model gives no loss of its own: give labels",
-        weights={"task": 0.5},
-        input_ids=padded()["input_ids"],
-    )
-
-
-def test_no_hidden_states():
-    class Quiet(Own):
-        def forward(self, x: Tensor, output_hidden_states: bool = False) -> dict[str, Tensor]:
-            assert output_hidden_states
-            return {"logits": self.layer(x)}
-
-    call_refused(Quiet(), Quiet(), "the model gives no hidden_states", weights={"square_head": 1.0}, x=torch.ones(1, 4))
-
-
-def test_hidden_states_that_the_attention_mask_does_not_fit():
-    class Prompted(nn.Module):
-        """Two tokens of its own stand before those of the text."""
-
-        def forward(self, x: Tensor, attention_mask: Tensor, output_hidden_states: bool) -> dict[str, Any]:
-            return {"logits": x[:, 2:], "hidden_states": (x,)}
-
-    message = "attention_mask [2, 4] does not say which of [2, 6] tokens are padding"
-    batch = {"x": torch.ones(2, 6, 3), "attention_mask": torch.ones(2, 4)}
-    call_refused(Prompted(), Prompted(), message, weights={"square_head": 1.0}, **batch)
+IDS = padded()["input_ids"]
+HIDDEN = {"square_head": 1.0}
+UNLABELLED = {name: x for name, x in padded().items() if name != "labels"}
+CAUSAL = torch.ones(4, 1, 10, 10, dtype=torch.bool).tril()
+REFUSED_CALLS: dict[str, tuple[Any, dict[str, float], dict[str, Any], list[str]]] = {
+    # model and teacher, weights, arguments of the call, parts of the message
+    "another vocabulary": (
+        lambda: (pair()[0], tiny_llama(vocab_size=99).double()), {}, padded(),
+        ["the teacher's logits are [4, 10, 99], the model's [4, 10, 97]", "give a teacher with the same vocabulary"],
+    ),
+    "other hidden states": (
+        lambda: (pair()[0], tiny_llama(num_hidden_layers=3).double()), HIDDEN, padded(),
+        ["the model has 2 hidden states [4, 10, 32], the teacher 3 hidden states [4, 10, 32]"],
+    ),
+    "no head": (
+        lambda: [one.model for one in pair()], {}, padded(), ["the model gives no logits", "use one with a head"]
+    ),
+    "a tuple": (
+        pair, {}, {**padded(), "return_dict": False}, ["the model gives no logits", "return_dict=False"]
+    ),
+    "an image": (
+        lambda: (Image(), Image()), {}, {"x": torch.zeros(2, 3, 4, 5)}, ["the model gives no logits"]
+    ),
+    "fewer logits than tokens": (
+        pair, {}, {**UNLABELLED, "logits_to_keep": 1}, ["attention_mask [4, 10] does not say which of [4, 1] tokens"]
+    ),
+    "a mask of four axes": (
+        pair, {}, {"input_ids": IDS, "attention_mask": CAUSAL}, ["attention_mask [4, 1, 10, 10]"]
+    ),
+    "no labels": (
+        pair, {"task": 0.5}, {"input_ids": IDS},
+        ["distill(task=0.5): the model gives no loss of its own: give labels"],
+    ),
+    "no hidden states": (
+        lambda: (Quiet(), Quiet()), HIDDEN, {"x": torch.ones(1, 4)}, ["the model gives no hidden_states"]
+    ),
+    "more hidden states than tokens": (
+        lambda: (Prompted(), Prompted()), HIDDEN, {"x": torch.ones(2, 6, 3), "attention_mask": torch.ones(2, 4)},
+        ["attention_mask [2, 4] does not say which of [2, 6] tokens are padding"],
+    ),
+    "a regression": (
+        lambda: classifiers(1), {}, {**padded(), "labels": torch.zeros(4).double()},
+        ["are no classes (problem_type='regression')", "set kl=0"],
+    ),
+    "several labels": (
+        lambda: classifiers(3, problem_type="multi_label_classification"), {},
+        {**padded(), "labels": torch.zeros(4, 3).double()}, ["problem_type='multi_label_classification'"],
+    ),
+}  # fmt: skip
 
 
-def test_a_regression():
-    config = copy.deepcopy(tiny_llama().config)
-    config.num_labels, config.pad_token_id = 1, PAD
-    teacher, model = (LlamaForSequenceClassification(config) for _ in range(2))
-    batch = {**padded(), "labels": torch.randn(4)}
-    call_refused(model.train(), teacher, "are no classes (problem_type='regression')", "set kl=0", **batch)
-    config.num_labels = 3
-    teacher, model = (LlamaForSequenceClassification(config) for _ in range(2))
-    model.config.problem_type = "multi_label_classification"
-    batch = {**padded(), "labels": torch.rand(4, 3)}
-    call_refused(model.train(), teacher, "problem_type='multi_label_classification'", **batch)
+@pytest.mark.parametrize("case", REFUSED_CALLS)
+def test_calls_that_are_refused(case):
+    build, weights, batch, parts = REFUSED_CALLS[case]
+    model, teacher = build()
+    call_refused(model.train(), teacher, *parts, weights=weights, **batch)
 
 
 def test_a_call_with_a_cache():

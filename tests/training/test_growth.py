@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 import torch.nn.utils.prune
 from torch import nn
-from transformers import ViTConfig, ViTModel
 
 import modelopt_sparse as mts
 from modelopt_sparse import training
@@ -246,6 +245,7 @@ TOOLS = {
     "spectral_norm": torch.nn.utils.spectral_norm,
     "script": torch.jit.script,
     "script of the model": lambda m: torch.jit.script(nn.Sequential(m)),
+    "weight_norm": torch.nn.utils.weight_norm,  # deletes the weight before anything can be said
 }
 
 
@@ -257,30 +257,15 @@ def test_tools_that_cannot_take_a_sparse_module_say_so(tool):
     before = copy.deepcopy(module.state_dict())
     with pytest.raises(ValueError, match=r"mts.export first"):
         TOOLS[tool](module)
+    if tool == "weight_norm":
+        return
     assert list(module.state_dict()) == list(before)
     module(torch.randn(2, 8))
     assert type(mts.export(module)) is nn.Linear
     TOOLS[tool](module)
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_the_old_weight_norm_says_so_too():
-    """It deletes the weight before anything can be said."""
-    module = nn.Linear(8, 8)
-    training.Static(0.5, include="weight").apply(module)
-    with pytest.raises(ValueError, match=r"mts.export first"):
-        torch.nn.utils.weight_norm(module)
-
-
 # what is said -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("seed", ["abc", 1.5, -1, None, True])
-def test_seeds_are_whole_numbers(seed):
-    with pytest.raises(ValueError, match=r"seed=.*must be a whole number of at least 0"):
-        training.SET(0.5, seed=seed)
-    with pytest.raises(ValueError, match=r"seed=.*must be a whole number of at least 0"):
-        training.configure({"algorithm": "set", "sparsity": 0.5, "seed": seed})
 
 
 def test_warnings_of_schedules_that_do_nothing_or_too_much():
@@ -309,15 +294,6 @@ def test_how_algorithms_and_their_levels_are_printed():
     mts.verify(model)
 
 
-def test_which_models_get_the_warning_of_scopes():
-    sparsity = training.SET(0.5, include="blocks")
-    (note,) = sparsity.plan(tiny_llama()).notes
-    assert "SET without a scope" in note
-    assert "RigL" not in note
-    vision = ViTModel(ViTConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16))
-    assert not sparsity.plan(vision).notes
-
-
 def test_a_tied_embedding_is_called_one():
     model = tiny_llama()
     model.lm_head.weight = model.model.embed_tokens.weight
@@ -325,17 +301,11 @@ def test_a_tied_embedding_is_called_one():
     assert reasons["model.embed_tokens.weight"] == "embedding"
 
 
-def test_sparse_ift_of_a_model_on_meta_and_a_rule_that_is_none():
-    example = {"input_ids": torch.zeros(1, 8, dtype=torch.long)}
-    with pytest.raises(ValueError, match=r"run on the meta device.*leave example out"):
-        training.sparse_ift(tiny_llama().to("meta"), 0.5, example=example)
+def test_sparse_ift_prints_few_lines():
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
     ift = training.sparse_ift(model, 0.5, "parallel", example=torch.randn(2, 8))
     assert len(repr(ift).splitlines()) <= 20
-    for rule in (training.Static(0.5), 0.5):
-        with pytest.raises(ValueError, match="rule is a function of the level: rule=lambda level: Static"):
-            training.sparse_ift(tiny_llama(), 0.5, rule=rule)  # pyright: ignore[reportArgumentType]
     assert len(repr(training.sparse_ift(tiny_llama(), 0.5).sparsity)) < 400
 
 

@@ -22,7 +22,6 @@ from transformers import (
     ViTConfig,
 )
 
-import modelopt_sparse as mts
 from modelopt_sparse import training
 from modelopt_sparse.model.masking import named_masks
 from modelopt_sparse.training.iso_flop.members import widened
@@ -36,6 +35,11 @@ def gpt2():
     return model
 
 
+def trained_size():
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(TESTBED / "tiny-llama"))
+
+
 def level_of(ift):
     (level,) = {layer.level for layer in ift.plan.layers}
     return level
@@ -44,28 +48,17 @@ def level_of(ift):
 # wide: golden sizes -------------------------------------------------------------------------------------------------
 
 
-def test_gpt2_small_at_a_half():
-    ift = training.sparse_ift(gpt2(), 0.5)
-    assert ift.model.config.n_embd == 1092
-    assert ift.model.transformer.h[0].mlp.c_fc.weight.shape == (1092, 4368)
-    assert level_of(ift) == pytest.approx(0.5054, abs=5e-5)
-    assert level_of(training.sparse_ift(gpt2(), 0.5, iso="model")) == pytest.approx(0.6002, abs=5e-5)
-
-
-def test_gpt2_small_doubled():
-    ift = training.sparse_ift(gpt2(), 0.75)
-    assert ift.model.config.n_embd == 1536
-    assert level_of(ift) == 0.75
-    assert level_of(training.sparse_ift(gpt2(), 0.75, iso="model")) == pytest.approx(0.8636, abs=5e-5)
-
-
-def test_the_testbed_doubled():
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(TESTBED / "tiny-llama"))
-    ift = training.sparse_ift(model, 0.75)
-    assert ift.model.config.hidden_size == 2 * model.config.hidden_size
-    assert level_of(ift) == 0.75
-    assert level_of(training.sparse_ift(model, 0.75, iso="model")) == pytest.approx(0.8056, abs=5e-5)
+@pytest.mark.parametrize(
+    ("make", "level", "width", "of_layers", "of_model"),
+    [(gpt2, 0.5, 1092, 0.5054, 0.6002), (gpt2, 0.75, 1536, 0.75, 0.8636), (trained_size, 0.75, 256, 0.75, 0.8056)],
+)
+def test_golden_sizes_and_levels(make, level, width, of_layers, of_model):
+    ift = training.sparse_ift(make(), level)
+    assert ift.model.config.hidden_size == width
+    if make is gpt2:
+        assert ift.model.transformer.h[0].mlp.c_fc.weight.shape == (width, 4 * width)
+    assert level_of(ift) == pytest.approx(of_layers, abs=5e-5)
+    assert level_of(training.sparse_ift(make(), level, iso="model")) == pytest.approx(of_model, abs=5e-5)
 
 
 CONFIGS = {  # config, level -> sizes that come out
@@ -101,34 +94,22 @@ def test_hardware_multiples():
     assert widened(LlamaConfig(), 2**0.5, 128).intermediate_size % 128 == 0
 
 
+def tiny(config, **sizes):
+    return AutoModelForCausalLM.from_config(config(vocab_size=97, **sizes))
+
+
 TINY = {
-    "llama": lambda: tiny_llama(),
-    "qwen3": lambda: AutoModelForCausalLM.from_config(
-        Qwen3Config(
-            vocab_size=97,
-            hidden_size=24,
-            intermediate_size=40,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=16,
-        )
+    "llama": tiny_llama,
+    "qwen3": lambda: tiny(
+        Qwen3Config, hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16,
     ),
-    "gpt2": lambda: AutoModelForCausalLM.from_config(
-        GPT2Config(vocab_size=97, n_embd=24, n_head=3, n_layer=2, n_positions=32)
+    "gpt2": lambda: tiny(GPT2Config, n_embd=24, n_head=3, n_layer=2, n_positions=32),
+    "opt": lambda: tiny(
+        OPTConfig, hidden_size=24, ffn_dim=40, num_attention_heads=3, num_hidden_layers=2, word_embed_proj_dim=24,
+        max_position_embeddings=32,
     ),
-    "opt": lambda: AutoModelForCausalLM.from_config(
-        OPTConfig(
-            vocab_size=97,
-            hidden_size=24,
-            ffn_dim=40,
-            num_attention_heads=3,
-            num_hidden_layers=2,
-            word_embed_proj_dim=24,
-            max_position_embeddings=32,
-        )
-    ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("level", [0.3, 0.5, 0.75])
@@ -165,20 +146,6 @@ def test_level_zero_is_the_dense_model():
     assert ift.model.config.to_dict() == model.config.to_dict()
     assert level_of(ift) == 0.0
     assert len(ift.sparsity) == 0
-
-
-def test_a_rule_for_each_level_trains():
-    ift = training.sparse_ift(TINY["qwen3"](), 0.5, rule=lambda level: training.SET(level, scope="row", update=1))
-    assert len({layer.level for layer in ift.plan.layers}) > 1, "widths are rounded, so that levels differ"
-    ift.sparsity.apply(ift.model)
-    optimizer = torch.optim.AdamW(ift.model.parameters(), lr=1e-3)
-    ift.sparsity.apply(optimizer)
-    for ids in token_batches(3):
-        ift.model(input_ids=ids, labels=ids).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    mts.verify(ift.model)
-    assert {layer.recipe for layer in mts.report(ift.model).layers} == {"set"}
 
 
 RULES = {  # rule -> how many steps it takes to its level
@@ -220,15 +187,17 @@ def test_what_is_printed_are_the_live_weights_of_the_model(member, rule, steps):
     assert f"sparse layers {ratio:.4f} times dense" in str(ift.plan)
 
 
-def test_a_rule_that_fits_no_layer_leaves_the_model_as_it_was():
-    model = tiny_llama()
-    before = str(model)
-    with pytest.raises(ValueError, match="cannot be divided into 7 equal groups"):
-        training.sparse_ift(model, 0.5, "doped", rule=lambda level: training.Static(level, balance_out_groups=7))
-    assert str(model) == before
-
-
 # what is refused ----------------------------------------------------------------------------------------------------
+
+
+def with_a_large_head():
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    return AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=4000, **sizes))
+
+
+NO_RULE = "rule is a function of the level: rule=lambda level: Static"
+ON_META = {"example": {"input_ids": torch.zeros(1, 8, dtype=torch.long)}}
+SEVENTHS = {"member": "doped", "rule": lambda level: training.Static(level, balance_out_groups=7)}
 
 
 @pytest.mark.parametrize(
@@ -237,53 +206,51 @@ def test_a_rule_that_fits_no_layer_leaves_the_model_as_it_was():
         (tiny_llama, 1.0, {}, r"sparsity=1.0: must be a number in \[0, 1\)"),
         (tiny_llama, 0.5, {"member": "wider"}, "allowed are 'wide', 'parallel', 'factorized', 'doped'"),
         (tiny_llama, 0.5, {"iso": "flops"}, "allowed are 'layers', 'model'"),
-        (
-            tiny_llama,
-            0.6,
-            {"member": "parallel"},
-            r"levels that work are 0.5 and 0.666667",
-        ),
+        (tiny_llama, 0.6, {"member": "parallel"}, r"levels that work are 0.5 and 0.666667"),
         (tiny_llama, 0.5, {"member": "doped", "include": "*.nothing"}, "matches no layer"),
         (tiny_llama, 0.5, {"include": "*.mlp.*"}, "Sparse Wide widens the whole model"),
         (tiny_llama, 0.5, {"member": "doped", "iso": "model"}, "are for 'wide'"),
+        (tiny_llama, 0.5, SEVENTHS, "cannot be divided into 7 equal groups"),
+        (tiny_llama, 0.5, {"rule": training.Static(0.5)}, NO_RULE),
+        (tiny_llama, 0.5, {"rule": 0.5}, NO_RULE),
+        (lambda: tiny_llama().to("meta"), 0.5, ON_META, r"run on the meta device.*leave example out"),
+        (with_a_large_head, 0.9, {"iso": "model"}, "cost more than the model did"),
         (lambda: nn.Linear(4, 4), 0.5, {}, r"no model of transformers.*: give example="),
-        (lambda: LlamaConfig(), 0.5, {"member": "doped"}, "build it from the config first"),
+        (LlamaConfig, 0.5, {"member": "doped"}, "build it from the config first"),
+        (LlamaConfig, 0.5, {}, "'llama' names no model class"),
         (lambda: nn.Sequential(nn.LayerNorm(4)), 0.5, {"member": "doped"}, "nothing to prune|no layer of this"),
     ],
 )
 def test_what_is_refused(model, level, options, match):
+    """And the model is left as it was."""
+    model = model()
+    before = str(model)
     with pytest.raises(ValueError, match=match):
-        training.sparse_ift(model(), level, **options)
+        training.sparse_ift(model, level, **options)
+    assert str(model) == before
 
 
-def test_an_unknown_config_is_refused_by_name():
-    config = LlamaConfig()
-    config.model_type = "lama"
-    with pytest.raises(ValueError, match="the sizes of 'lama' are not known, did you mean 'llama'"):
-        widened(config, 2.0)
+ROPE = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 64}
+ROPE |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+LISTED = {"hidden_size": 64, "num_attention_heads": 4, "max_position_embeddings": 128, "rope_parameters": ROPE}
 
 
-def test_sizes_that_no_level_fits_are_refused():
-    with pytest.raises(ValueError, match=r"n_embd=100 is no multiple of n_head=12, as 108 would be"):
-        widened(GPT2Config(n_embd=100, n_head=12), 2**0.5)
-    rope = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 64}
-    rope |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
-    config = Phi3Config(hidden_size=64, num_attention_heads=4, max_position_embeddings=128, rope_parameters=rope)
-    with pytest.raises(ValueError, match=r"holds a list, which does not fit heads of \d+: choose another member"):
-        widened(config, 2**0.5)
-    assert widened(config, 1.0).hidden_size == 64
-    with pytest.raises(ValueError, match="multiple=0: must be a positive whole number"):
-        widened(GPT2Config(), 2**0.5, 0)
-    with pytest.raises(ValueError, match="'llama' names no model class"):
-        training.sparse_ift(LlamaConfig(), 0.5)
-
-
-def test_a_head_that_costs_more_than_the_model_is_refused():
-    model = AutoModelForCausalLM.from_config(
-        LlamaConfig(vocab_size=4000, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4)
-    )
-    with pytest.raises(ValueError, match="cost more than the model did"):
-        training.sparse_ift(model, 0.9, iso="model")
+@pytest.mark.parametrize(
+    ("config", "how", "match"),
+    [
+        (LlamaConfig(), (2.0,), "the sizes of 'lama' are not known, did you mean 'llama'"),
+        (GPT2Config(n_embd=100, n_head=12), (2**0.5,), r"n_embd=100 is no multiple of n_head=12, as 108 would be"),
+        (Phi3Config(**LISTED), (2**0.5,), r"holds a list, which does not fit heads of \d+: choose another member"),
+        (GPT2Config(), (2**0.5, 0), "multiple=0: must be a positive whole number"),
+    ],
+)
+def test_sizes_that_no_level_fits_are_refused(config, how, match):
+    if "lama" in match:
+        config.model_type = "lama"
+    with pytest.raises(ValueError, match=match):
+        widened(config, *how)
+    if isinstance(config, Phi3Config):
+        assert widened(config, 1.0).hidden_size == 64
 
 
 def test_a_plan_prints_and_goes_into_json():

@@ -9,7 +9,7 @@ import modelopt_sparse as mts
 from modelopt_sparse import training
 from modelopt_sparse.model.masking import named_masks
 from modelopt_sparse.training.iso_flop.members import branches_for, rank_of_doping, rank_of_factors
-from tests.helpers import tiny_llama, token_batches
+from tests.helpers import tiny_llama
 
 
 def test_golden_ranks():
@@ -124,25 +124,6 @@ def test_by_default_mlps_and_convolutions_are_replaced_and_attention_is_not():
     reasons = {skipped.name: skipped.reason for skipped in ift.plan.skipped}
     assert reasons["0.weight"] == reasons["3.weight"] == "the first or the last layer"
     assert reasons["2.weight"] == "a grouped convolution"
-
-
-@pytest.mark.parametrize("member", ["parallel", "factorized", "doped"])
-def test_members_train_save_restore_and_compile(member, tmp_path):
-    ift = training.sparse_ift(tiny_llama(), 0.5, member, rule=lambda level: training.SET(level, scope="row", update=1))
-    ift.sparsity.apply(ift.model)
-    optimizer = torch.optim.AdamW(ift.model.parameters(), lr=1e-3)
-    ift.sparsity.apply(optimizer)
-    for ids in token_batches(2):
-        ift.model(input_ids=ids, labels=ids).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    mts.verify(ift.model)
-    mts.save(ift.model, tmp_path / "ift")
-    again = training.sparse_ift(tiny_llama(), 0.5, member).model
-    mts.restore(again, tmp_path / "ift")
-    ids = token_batches(1)[0]
-    torch.testing.assert_close(again(input_ids=ids).logits, ift.model.eval()(input_ids=ids).logits)
-    mts.verify(again)
 
 
 @pytest.mark.parametrize(("layer", "shape"), LAYERS.values(), ids=list(LAYERS))

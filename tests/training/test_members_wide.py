@@ -236,11 +236,13 @@ def test_what_is_refused(kind, options, match):
     assert Snapshot(model).look == before.look
 
 
-def test_a_model_without_values_cannot_be_run():
-    with pytest.raises(ValueError, match="on the meta device"):
-        training.sparse_ift(Odd("").to("meta"), 0.75, example=torch.zeros(3, 4))
-
-
-def test_a_model_of_one_width_is_refused():
-    with pytest.raises(ValueError, match="its first layer is its last"):
-        training.sparse_ift(nn.Sequential(nn.Linear(4, 4)), 0.75, example=torch.zeros(3, 4))
+@pytest.mark.parametrize(
+    ("model", "match"),
+    [
+        (Odd("").to("meta"), "on the meta device"),
+        (nn.Sequential(nn.Linear(4, 4)), "its first layer is its last"),
+    ],
+)
+def test_models_without_values_or_of_one_width_are_refused(model, match):
+    with pytest.raises(ValueError, match=match):
+        training.sparse_ift(model, 0.75, example=torch.zeros(3, 4))

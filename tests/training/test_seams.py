@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from modelopt_sparse import training
 from modelopt_sparse.model.masking import named_masks
 from tests.helpers import assert_bits
+from tests.training.cases import applied
 
 INCLUDE = "*weight"
 
@@ -46,12 +47,9 @@ def rigl(**options):
     return training.RigL(0.75, include=INCLUDE, update=2, seed=3, **options)
 
 
-def started(model, build=rigl, lr=0.05):
+def started(model, build=rigl, **options):
     sparsity = build()
-    sparsity.apply(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
-    sparsity.apply(optimizer)
-    return sparsity, optimizer
+    return sparsity, applied(sparsity, model, torch.optim.AdamW, lr=0.05, **options)
 
 
 def run(model, optimizer, steps, start=0):
@@ -80,27 +78,15 @@ def assert_same_masks(model, other, *, weights=True):
             torch.testing.assert_close(model.get_parameter(name), other.get_parameter(name))
 
 
-def test_micro_batches_grow_by_the_gradient_of_the_whole_batch():
-    model = Mlp()
-    _, optimizer = started(model)
+def in_micro_batches(model, optimizer):
     for step in range(6):
         optimizer.zero_grad()
         for part in data(step).chunk(4):
             (loss_of(model, part) / 4).backward()
         optimizer.step()
-    assert_same_masks(model, plain())
 
 
-def test_recomputed_activations_make_no_difference():
-    model = Mlp(recompute=True)
-    _, optimizer = started(model)
-    run(model, optimizer, 6)
-    assert_same_masks(model, plain())
-
-
-def test_a_closure_and_gradients_that_stay_make_no_difference():
-    model = Mlp()
-    _, optimizer = started(model)
+def with_a_closure_and_gradients_that_stay(model, optimizer):
     for step in range(6):
 
         def closure(step=step):
@@ -110,6 +96,15 @@ def test_a_closure_and_gradients_that_stay_make_no_difference():
             return loss
 
         optimizer.step(closure)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("loop", [in_micro_batches, with_a_closure_and_gradients_that_stay])
+def test_loops_that_compute_the_same_make_the_same(loop, recompute):
+    """Weights grow by the gradient of the whole batch, whether or not activations are computed again."""
+    model = Mlp(recompute=recompute)
+    _, optimizer = started(model)
+    loop(model, optimizer)
     assert_same_masks(model, plain())
 
 
@@ -151,10 +146,7 @@ def test_inductor_lets_gradients_through():
 def test_steps_that_a_grad_scaler_skips_do_not_count(fused):
     """Every third step overflows. The others are the steps of a plain loop."""
     model, scaler = Mlp(), torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=10**6)
-    sparsity = rigl()
-    sparsity.apply(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, fused=fused)
-    sparsity.apply(optimizer)
+    sparsity, optimizer = started(model, fused=fused)
     done = 0
     for step in range(9):
         optimizer.zero_grad()
@@ -194,10 +186,7 @@ def clipped_norms(dtype, scale):
     for freq in (2, 1):
         torch.manual_seed(0)
         model = nn.Linear(64, 64, bias=False, dtype=dtype)
-        sparsity = training.RigL(0.5, include="weight", update=freq)
-        sparsity.apply(model)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        sparsity.apply(optimizer)
+        applied(training.RigL(0.5, include="weight", update=freq), model)
         mask = dict(named_masks(model))["weight"]
         wanted = torch.where(mask, scale, 1.0).to(dtype) * torch.randn(64, 64).to(dtype)
         x = torch.eye(64, dtype=dtype)
@@ -307,10 +296,7 @@ def test_a_conv_net_trains_channels_last():
     model = nn.Sequential(nn.Conv2d(4, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 4, 3)).to(
         memory_format=torch.channels_last
     )
-    sparsity = training.RigL(0.75, include="*.weight", update=1)
-    sparsity.apply(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    sparsity.apply(optimizer)
+    optimizer = applied(training.RigL(0.75, include="*.weight", update=1), model)
     for _ in range(3):
         optimizer.zero_grad()
         x = torch.randn(2, 4, 8, 8).to(memory_format=torch.channels_last)

@@ -155,6 +155,7 @@ def test_sparse_ift_resumes_saves_reports_and_exports(member, tmp_path):
         with pytest.raises(ValueError, match="rewritten by sparse_ift"):
             mts.load(tmp_path / "saved")
     logits = again.model.eval()(input_ids=ROWS[:2]).logits
+    assert_bits(restored.eval()(input_ids=ROWS[:2]).logits, logits)
     mts.export(again.model)
     assert not list(named_masks(again.model))
     assert_bits(again.model(input_ids=ROWS[:2]).logits, logits)
@@ -209,25 +210,30 @@ def resume(folder, sparsity=None, **options):
     trainer(folder, tiny_llama(), sparsity, **options).train(resume_from_checkpoint=True)
 
 
-def test_a_checkpoint_without_masks_stops(checkpoint):
-    (checkpoint / "checkpoint-3" / "sparsity.json").unlink()
-    with pytest.raises(ValueError, match=r"checkpoint-3' holds no masks .sparsity\.json.*resume_from"):
-        resume(checkpoint)
+def copied(*names):
+    """What puts these files of another checkpoint into one."""
+
+    def change(folder, other):
+        for name in names:
+            shutil.copy(other / name, folder / name)
+
+    return change
 
 
-def test_masks_of_another_checkpoint_stop(checkpoint, finished):
-    folder, _ = finished("rigl")
-    for name in ("sparsity.json", "sparsity_masks.safetensors"):
-        shutil.copy(folder / "checkpoint-6" / name, checkpoint / "checkpoint-3" / name)
-    with pytest.raises(ValueError, match=r"checkpoint-3' cannot be restored.*its hash differs"):
-        resume(checkpoint)
-
-
-def test_weights_of_another_checkpoint_stop(checkpoint, finished):
-    folder, _ = finished("rigl")
-    shutil.copy(folder / "checkpoint-6" / "model.safetensors", checkpoint / "checkpoint-3" / "model.safetensors")
-    with pytest.raises(ValueError, match=r"checkpoint-3' cannot be restored.*its hash differs"):
-        resume(checkpoint)
+@pytest.mark.parametrize(
+    ("change", "algorithm", "match"),
+    [
+        (lambda folder, _: (folder / "sparsity.json").unlink(), "rigl", r"holds no masks .sparsity\.json.*resume_from"),
+        (copied("sparsity.json", "sparsity_masks.safetensors"), "rigl", r"cannot be restored.*its hash differs"),
+        (copied("model.safetensors"), "rigl", r"cannot be restored.*its hash differs"),
+        (copied(), "set", "is of another algorithm, or was trained with other options"),
+    ],
+    ids=["no masks", "masks of another one", "weights of another one", "another algorithm"],
+)
+def test_checkpoints_that_do_not_fit_stop(checkpoint, finished, change, algorithm, match):
+    change(checkpoint / "checkpoint-3", finished("rigl")[0] / "checkpoint-6")
+    with pytest.raises(ValueError, match=f"checkpoint-3' {match}"):
+        resume(checkpoint, ALGORITHMS[algorithm]())
 
 
 def test_a_folder_of_another_step_stops(checkpoint):
@@ -238,11 +244,6 @@ def test_a_folder_of_another_step_stops(checkpoint):
     callback = training.SparsityCallback(ALGORITHMS["rigl"](), resume_from=checkpoint / "checkpoint-3")
     with pytest.raises(ValueError, match=r"checkpoint-3' holds masks of step 3, and weights of step 2"):
         resume(checkpoint, callback=callback)
-
-
-def test_another_algorithm_stops(checkpoint):
-    with pytest.raises(ValueError, match="checkpoint-3' is of another algorithm, or was trained with other options"):
-        resume(checkpoint, ALGORITHMS["set"]())
 
 
 def test_a_checkpoint_elsewhere_is_named(checkpoint, tmp_path):

@@ -34,39 +34,34 @@ def generator(event: object = 0) -> torch.Generator:
 # drop and grow ------------------------------------------------------------------------------------------------------
 
 
-def test_rigl_by_hand():
-    """Half of four live weights drop: 1 and -1.5. The largest gradients elsewhere are at 0 (9) and 4 (5)."""
-    assert torch.equal(drop_and_grow(W, W != 0, G, drop_fraction=0.5, level=0.5), row(0, 4, 5, 6))
+def values(*numbers: float) -> torch.Tensor:
+    return torch.tensor([numbers], dtype=torch.float32)
 
 
-def test_a_dropped_weight_may_grow_again():
-    weight, gradient = torch.tensor([[5.0, 1, 2]]), torch.tensor([[0.0, 9, 1]])
-    everything = torch.ones(1, 3, dtype=torch.bool)
-    assert torch.equal(drop_and_grow(weight, everything, gradient, drop_fraction=1 / 3, level=0.0), everything)
-    # beside a pruned place with a smaller gradient
-    weight, gradient = torch.tensor([[5.0, 1, 2, 0]]), torch.tensor([[0.0, 9, 1, 8]])
-    live = row(0, 1, 2, size=4)
-    assert torch.equal(drop_and_grow(weight, live, gradient, drop_fraction=1 / 3, level=0.25), live)
+BY_HAND = {  # weights, what is live, scores, options, what is live then
+    # half of four live weights drop: 1 and -1.5; the largest gradients elsewhere are at 0 (9) and 4 (5)
+    "rigl": (W, W != 0, G, {}, row(0, 4, 5, 6)),
+    "scores of one's own": (W, W != 0, values(0.1, 0.2, 0.9, 0.3, 0.4, 0, 0, 0.8), {}, row(2, 5, 6, 7)),
+    # each group of four fills up to two by its own gradients
+    "2:4": (W, W != 0, G, {"pattern": NM(2, 4)}, row(0, 2, 5, 6)),
+    "ties go to the lower index": (values(*[1] * 8), row(0, 1, 2, 3), values(*[1] * 8), {}, row(0, 1, 2, 3)),
+    "ties of scores": (values(*[1] * 8), row(0, 1, 2, 3), values(0, 0, 0, 0, 1, 1, 1, 1), {}, row(0, 1, 4, 5)),
+    "what is dropped may grow again": (
+        values(5, 1, 2), row(0, 1, 2, size=3), values(0, 9, 1), {"drop_fraction": 1 / 3, "level": 0.0},
+        row(0, 1, 2, size=3),
+    ),
+    "beside a pruned place with a smaller gradient": (
+        values(5, 1, 2, 0), row(0, 1, 2, size=4), values(0, 9, 1, 8), {"drop_fraction": 1 / 3, "level": 0.25},
+        row(0, 1, 2, size=4),
+    ),
+}  # fmt: skip
 
 
-def test_set_by_hand():
-    """As RigL, with scores of one's own: places 2 and 7 score best among those not kept."""
-    score = torch.tensor([[0.1, 0.2, 0.9, 0.3, 0.4, 0.0, 0.0, 0.8]])
-    assert torch.equal(drop_and_grow(W, W != 0, score, drop_fraction=0.5, level=0.5), row(2, 5, 6, 7))
-
-
-def test_ties_go_to_the_lower_index():
-    weight, live = torch.ones(1, 8), row(0, 1, 2, 3)
-    assert torch.equal(drop_and_grow(weight, live, torch.ones(1, 8), drop_fraction=0.5, level=0.5), row(0, 1, 2, 3))
-    score = torch.tensor([[0.0, 0, 0, 0, 1, 1, 1, 1]])
-    assert torch.equal(drop_and_grow(weight, live, score, drop_fraction=0.5, level=0.5), row(0, 1, 4, 5))
-
-
-def test_two_of_four_drops_and_grows_inside_the_groups():
-    """Half of the four live weights drop: 1 and -1.5. Each group of four then fills up to two by its own gradients."""
-    weight = torch.tensor([[0.0, 1, 0, -1.5, 0, 8, -2, 0]])
-    new = drop_and_grow(weight, weight != 0, G, drop_fraction=0.5, level=0.5, pattern=NM(2, 4))
-    assert torch.equal(new, row(0, 2, 5, 6))
+@pytest.mark.parametrize("case", BY_HAND)
+def test_drop_and_grow_by_hand(case):
+    weight, live, score, options, expected = BY_HAND[case]
+    new = drop_and_grow(weight, live, score, **{"drop_fraction": 0.5, "level": 0.5, **options})
+    assert torch.equal(new, expected)
 
 
 def test_the_number_dropped_rounds_half_to_even():

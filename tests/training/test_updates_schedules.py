@@ -1,6 +1,7 @@
 """Schedules against tables worked out by hand, and the steps at which masks are updated."""
 
 import math
+from functools import partial
 
 import pytest
 
@@ -56,24 +57,38 @@ def test_a_function_of_the_step():
     assert parse_schedule(lambda step: step / 10, "sparsity")(3) == 0.3
 
 
+NO_SCHEDULE = [
+    ("0.5", "is no schedule; give a number"),
+    (True, "is no schedule"),
+    ([], "is no schedule; give a number, numbers"),
+    ([0.5, "x"], "is no schedule; give a number, numbers"),
+    ({"type": "cosin", "init": 1}, "is no schedule, did you mean 'cosine'.; give a number"),
+    ({"init": 1, "half_period": 4}, "is no schedule; give .* one of constant, linear"),
+    ({"type": "cosine", "init": 0.3, "half_period": 4, "min": 0}, "takes init, half_period, minimum: .*'min'"),
+    ({"type": "cosine", "init": 0.3}, "cosine takes init, half_period, minimum: .*missing .*'half_period'"),
+    ({"type": "linear", "init": "a", "slope": 1}, "init of linear is 'a', and must be a number"),
+    ({"type": "cubic", "init": 0, "final": 1, "start": 5, "stop": 5}, "start 5 must be before stop 5"),
+]
+NO_UPDATE = [
+    (0, "freq=0: must be a positive whole number"),
+    ("100", "give a number of steps"),
+    ({"freq": 10, "begin": 5}, "begin.*give a number of steps, {'freq': 100, .*}"),
+    ({"freq": 1.5}, "freq=1.5: must be a positive whole number"),
+    ({"steps": []}, r"give .* {'steps': .*}"),
+    ({"steps": [1], "freq": 2}, r"update={'freq': 2, 'steps': .1.}: give a number"),
+]
+
+
 @pytest.mark.parametrize(
-    ("value", "match"),
+    ("parse", "value", "match"),
     [
-        ("0.5", "is no schedule; give a number"),
-        (True, "is no schedule"),
-        ([], "is no schedule; give a number, numbers"),
-        ([0.5, "x"], "is no schedule; give a number, numbers"),
-        ({"type": "cosin", "init": 1}, "is no schedule, did you mean 'cosine'.; give a number"),
-        ({"init": 1, "half_period": 4}, "is no schedule; give .* one of constant, linear"),
-        ({"type": "cosine", "init": 0.3, "half_period": 4, "min": 0}, "takes init, half_period, minimum: .*'min'"),
-        ({"type": "cosine", "init": 0.3}, "cosine takes init, half_period, minimum: .*missing .*'half_period'"),
-        ({"type": "linear", "init": "a", "slope": 1}, "init of linear is 'a', and must be a number"),
-        ({"type": "cubic", "init": 0, "final": 1, "start": 5, "stop": 5}, "start 5 must be before stop 5"),
+        *((partial(parse_schedule, what="sparsity"), *row) for row in NO_SCHEDULE),
+        *((parse_update, *row) for row in NO_UPDATE),
     ],
 )
-def test_what_is_no_schedule(value, match):
+def test_what_is_no_schedule_and_no_update(parse, value, match):
     with pytest.raises(ValueError, match=match):
-        parse_schedule(value, "sparsity")
+        parse(value)
 
 
 @pytest.mark.parametrize(
@@ -94,22 +109,3 @@ def test_the_steps_of_updates(update, fires):
     schedule = parse_update(update)
     assert [step for step in range(21) if schedule.fires(step)] == fires
     assert [schedule.before(step) for step in range(22)] == [sum(each < step for each in fires) for step in range(22)]
-
-
-@pytest.mark.parametrize(
-    ("update", "match"),
-    [
-        (0, "freq=0: must be a positive whole number"),
-        ("100", "give a number of steps"),
-        (
-            {"freq": 10, "begin": 5},
-            "begin.*give a number of steps, {'freq': 100, .*}",
-        ),
-        ({"freq": 1.5}, "freq=1.5: must be a positive whole number"),
-        ({"steps": []}, r"give .* {'steps': .*}"),
-        ({"steps": [1], "freq": 2}, r"update={'freq': 2, 'steps': .1.}: give a number"),
-    ],
-)
-def test_what_is_no_update(update, match):
-    with pytest.raises(ValueError, match=match):
-        parse_update(update)
