@@ -155,7 +155,7 @@ def test_never_worse_on_what_is_held_back(options, data):
 
 
 @pytest.mark.parametrize(
-    ("validation_error", "best"),
+    ("judged", "best"),
     [([0.5, 0.2, 0.4], 2), ([0.5, 0.4, 0.2], 3), ([0.5, 0.6, 0.7], 1), ([2.0, 3.0, 4.0], 0)],
 )
 def test_the_values_of_the_best_epoch_are_kept(judged, best):
