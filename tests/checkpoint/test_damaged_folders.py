@@ -162,12 +162,12 @@ def test_a_description_of_another_program(broken):
 
 def test_a_newer_format(broken):
     folder = broken("llama")
-    (folder / DESCRIPTION).write_text('{"format": "modelopt_sparse", "format_version": 2, "unheard": "of"}')
+    (folder / DESCRIPTION).write_text('{"format": "modelopt_sparse", "format_version": 3, "unheard": "of"}')
     refused(
         mts.restore,
         tiny_llama(),
         folder,
-        parts=["has format version 2, above 1: update modelopt_sparse"],
+        parts=["has format version 3, above 2: update modelopt_sparse"],
     )
 
 
