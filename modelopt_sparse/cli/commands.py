@@ -236,7 +236,6 @@ def sparsify(
 ) -> None:
     """Make MODEL sparse and write a folder. Plain transformers loads it. Processes of torchrun share the work."""
     from modelopt_sparse.checkpoint.folder import checked_place
-    from modelopt_sparse.checkpoint.packed import saving
     from modelopt_sparse.cli.inputs import settings_of, tokens_in
     from modelopt_sparse.distributed import rank
 
@@ -257,8 +256,8 @@ def sparsify(
     if "data" not in settings and (needing := [layer for layer in planned.layers if layer.calibrated]):
         raise ValueError(f"method {needing[0].recipe!r} needs calibration text: give --data FILE")
     if stream:
-        more = {"overwrite": overwrite, "spill": spill, "dtype": source.dtype, "dequantize": dequantize, **source.hub}
-        more["packed"] = packed
+        more: dict[str, Any] = {"overwrite": overwrite, "spill": spill, "packed": packed, "dequantize": dequantize}
+        more |= {"dtype": source.dtype, **source.hub}
         with _kept_blocks_are_said(out, f" of {sum(len(stack.names) for stack in planned.stacks)}"):
             streamed = mts.sparsify_checkpoint(source.name, out, method, settings, **more)
         result = streamed if rank() == 0 else None
@@ -272,12 +271,19 @@ def sparsify(
         values = result.as_dict()
         _print_json({"out": str(out), "evaluation": values["evaluation"], "report": values})
     elif not quiet:
-        loading = "load it with transformers, or with modelopt_sparse.load to keep it sparse in training."
-        if packed:
-            result, loading = f"{result}\n\n{saving(out)}", "load it with modelopt_sparse.load; unpack makes it plain."
-        typer.echo(f"{result}\n\nWritten to {out}: {loading}")
+        typer.echo(f"{result}\n\n{_written(out, packed)}")
         if page is not None:
             typer.echo(f"The report as a page: {page}")
+
+
+def _written(out: Path, packed: bool) -> str:
+    """What is said of a folder that is written; of a packed one also what that saves."""
+    from modelopt_sparse.checkpoint.packed import saving
+
+    if packed:
+        return f"{saving(out)}\n\nWritten to {out}: load it with modelopt_sparse.load; unpack makes it plain."
+    loading = "load it with transformers, or with modelopt_sparse.load to keep it sparse in training."
+    return f"Written to {out}: {loading}"
 
 
 def _page_beside(out: Path, overwrite: bool) -> Path:
@@ -612,7 +618,7 @@ def unpack(
     overwrite: Overwrite = False,
     quiet: Quiet = False,
 ) -> None:
-    """Write the plain folder of a packed DIR, which transformers loads. To the bit what was packed."""
+    """Write the plain folder of a packed DIR. Transformers loads it; it is to the bit what was packed."""
     notes = mts.unpack(folder, out, overwrite=overwrite)
     if not quiet:
         typer.echo("\n".join([f"Written to {out}.", *notes]))
