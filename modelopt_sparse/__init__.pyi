@@ -5,9 +5,11 @@ from .accuracy.evaluate import evaluate as evaluate
 from .budget.choose import BudgetCurve as BudgetCurve
 from .calibration.own_text import write_text as write_text
 from .checkpoint.save import load as load
+from .checkpoint.save import pack as pack
 from .checkpoint.save import report as report
 from .checkpoint.save import restore as restore
 from .checkpoint.save import save as save
+from .checkpoint.save import unpack as unpack
 from .checkpoint.stream import shrink_checkpoint as shrink_checkpoint
 from .checkpoint.stream import sparsify_checkpoint as sparsify_checkpoint
 from .checkpoint.verify import PatternError as PatternError

@@ -20,7 +20,7 @@ import transformers
 from safetensors import safe_open
 from torch import nn
 
-from modelopt_sparse.checkpoint.folder import weight_files
+from modelopt_sparse.checkpoint.folder import is_packed, weight_files
 from modelopt_sparse.model.hf import FLOATS, forget_quantization, method_of, parts_of, quantization_of
 from modelopt_sparse.reports.text import first_few
 
@@ -79,6 +79,8 @@ def dequantization_of(model: nn.Module, source: str | Path, dtype: Any, *, dequa
     where = f"{str(source)!r} is quantized ({method})"
     if method not in METHODS:
         raise ValueError(f"{where}; {' and '.join(METHODS)} are dequantized here: {INSTEAD}")
+    if is_packed(Path(source)):
+        raise ValueError(f"{where} and packed: unpack it first")
     files = _files(source)
     stored = sum(file.stat().st_size for file in files) if files else None
     dense = _dense_dtype(dtype, config)

@@ -1,7 +1,7 @@
 """The folder of a sparse model: where it may be, how it appears in one piece, and the files in it.
 
 docs/format.md specifies the files: an ordinary Hugging Face folder (or one model.safetensors) whose weights hold exact
-zeros, plus ``sparsity.json`` and ``sparsity_masks.safetensors``. There is no pickle in it.
+zeros, plus ``sparsity.json`` and ``sparsity_masks.safetensors``. There is no pickle in it. packed.py makes it smaller.
 """
 
 import errno
@@ -31,16 +31,24 @@ from transformers.utils import CHAT_TEMPLATE_DIR
 
 from modelopt_sparse.reports.report import Report, library_versions
 
-FORMAT_VERSION = 1
+PLAIN_VERSION, FORMAT_VERSION = 1, 2  # of the format: of plain folders, and of packed ones, the newest that is read
 DESCRIPTION = "sparsity.json"
 MASKS = "sparsity_masks.safetensors"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"  # of weights in several files
+PACKED = "packed."  # what the name of a weight file, and of their index, begins with in a packed folder
 ENTRIES = ("config.json", DESCRIPTION)  # a folder without these is not read as a model
-OLD_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")  # what a save may have written
+# what a save may have written
+OLD_WEIGHTS = re.compile(r"(packed\.)?model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 PICKLES = (".pth", ".pt", ".bin", ".pkl", ".pickle", ".ckpt")
 SOURCE = "sparsity_source"  # where a model holds the path of the folder that `restore` or `load` has read
 TOKENIZER = "tokenizer_config.json"
+# the ends of files that may hold weights
+WEIGHT_FORMATS = (
+    *("safetensors", "bin", "pt", "pth", "h5", "keras", "tflite", "msgpack", "npz", "gguf", "onnx", "onnx_data"),
+    *("ot", "nemo", "mar", "pkl", "pickle", "ckpt"),
+)
+NOT_COPIED = re.compile(rf"\.({'|'.join(WEIGHT_FORMATS)})$|\.index\.json$|^sparsity\.", re.IGNORECASE)
 IFT_MEMBER = re.compile(r"^(.+)\.(?:branches\.\d+|sparse|first|second)\.weight$")  # what sparse_ift makes of a layer
 
 Read = Callable[[str], Tensor | None]  # name of a tensor -> the tensor, None if there is none
@@ -167,7 +175,7 @@ def _one_at_a_time(folder: Path) -> Iterator[None]:
 
 def make_durable(folder: Path) -> None:
     """Write the files of a folder that is complete through to the disk."""
-    mode = (folder / DESCRIPTION).stat().st_mode
+    mode = next(path.stat().st_mode for name in reversed(ENTRIES) if (path := folder / name).is_file())
     for path in folder.rglob("*"):
         if path.is_file():
             path.chmod(mode)  # safetensors' files are for their owner alone, this one is like any new file
@@ -299,7 +307,7 @@ def read_description(folder: str | Path) -> Description:
     try:
         return Description(
             model_class=str(data["model_class"]),
-            masks={name: (_shape(mask["shape"]), int(mask["kept"])) for name, mask in data["masks"].items()},
+            masks={name: (shape_of(mask["shape"]), int(mask["kept"])) for name, mask in data["masks"].items()},
             aliases={name: str(other) for name, other in data["aliases"].items()},
             files={name: (int(file["size"]), str(file["sha256"])) for name, file in data["files"].items()},
             report=None if data["report"] is None else Report.from_dict(data["report"]),
@@ -308,7 +316,8 @@ def read_description(folder: str | Path) -> Description:
         raise ValueError(f"{str(path)!r} does not hold what its format asks for: {error!r}") from None
 
 
-def _shape(sizes: Iterable[Any]) -> tuple[int, ...]:
+def shape_of(sizes: Iterable[Any]) -> tuple[int, ...]:
+    """A shape that a file states. Raises ValueError for a negative size."""
     shape = tuple(map(int, sizes))
     if any(size < 0 for size in shape):
         raise ValueError(f"a mask has the shape {list(shape)}")
@@ -337,17 +346,36 @@ def write_description(
     ``masks`` are parameter names with what `write_masks` says of them. ``known`` holds sizes and hashes of the folder's
     files that need not be computed again.
     """
-    files = sorted(path for path in folder.iterdir() if path.name.endswith((".safetensors", ".index.json")))
-    description = {
+    write_sealed(folder, description_of(model_class, masks, report, aliases), known)
+
+
+def description_of(
+    model_class: str,
+    masks: Mapping[str, Mapping[str, Any]],
+    report: Report | None,
+    aliases: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """The contents of ``sparsity.json``, but for what `write_sealed` adds."""
+    return {
         "format": "modelopt_sparse",
-        "format_version": FORMAT_VERSION,
+        "format_version": PLAIN_VERSION,
         "versions": library_versions(),
         "model_class": model_class,
         "masks": masks,
         "aliases": aliases or {},
-        "files": {path.name: (known or {}).get(path.name) or size_and_hash(path) for path in files},
+        "files": {},
         "report": None if report is None else report.as_dict(),
     }
+
+
+def write_sealed(
+    folder: Path, description: dict[str, Any], known: Mapping[str, Mapping[str, Any]] | None = None
+) -> None:
+    """Write ``sparsity.json`` with the version, the files and the checksum of the folder that it is written to."""
+    files = sorted(path for path in folder.iterdir() if path.name.endswith((".safetensors", ".index.json")))
+    description = {key: value for key, value in description.items() if key != "checksum"}
+    description["format_version"] = FORMAT_VERSION if is_packed(folder) else PLAIN_VERSION
+    description["files"] = {path.name: (known or {}).get(path.name) or size_and_hash(path) for path in files}
     text = json.dumps({**description, "checksum": checksum(description)}, indent=2, default=str)
     (folder / DESCRIPTION).write_text(text + "\n", encoding="utf-8")
 
@@ -459,34 +487,26 @@ def read_mask(folder: Path, description: Description, name: str) -> Tensor:
 # weights --------------------------------------------------------------------------------------------------------------
 
 
+def is_packed(folder: Path) -> bool:
+    """Whether the weights of a folder are packed."""
+    plain, packed = ([(folder / f"{prefix}{name}").is_file() for name in (WEIGHTS, INDEX)] for prefix in ("", PACKED))
+    return any(packed) and not any(plain)
+
+
 def weight_files(folder: Path) -> list[str]:
-    """Names of the files that ``from_pretrained`` reads weights from."""
-    if (folder / WEIGHTS).is_file() or not (folder / INDEX).is_file():
-        return [WEIGHTS]
+    """Names of the files that ``from_pretrained`` reads weights from, or of their packed forms."""
+    prefix = PACKED if is_packed(folder) else ""
+    index = folder / f"{prefix}{INDEX}"
+    if (folder / f"{prefix}{WEIGHTS}").is_file() or not index.is_file():
+        return [f"{prefix}{WEIGHTS}"]
     try:
-        names = sorted(set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         outside = [name for name in names if Path(name).name != name]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{str(folder / INDEX)!r} cannot be read: {error!r}") from None
+        raise ValueError(f"{str(index)!r} cannot be read: {error!r}") from None
     if outside:
-        raise ValueError(f"{str(folder / INDEX)!r} names {outside[0]!r}, which leads out of the folder: do not use it")
-    return names
-
-
-def weight_reader(folder: Path) -> tuple[set[str], Read]:
-    """(names of the tensors in a folder's weight files, a function that reads one of them by name).
-
-    Raises ValueError that names a file that is missing, truncated or damaged.
-    """
-    opened = []
-    for name in weight_files(folder):
-        try:
-            opened.append(safe_open(folder / name, framework="pt"))
-        except (SafetensorError, OSError) as error:
-            problem = f"{str(folder / name)!r} is missing, truncated or damaged ({error})"
-            raise ValueError(f"{problem}: get it again, or write it with save_pretrained") from None
-    where = {name: file for file in opened for name in file.keys()}  # noqa: SIM118 - not a mapping
-    return set(where), lambda name: where[name].get_tensor(name) if name in where else None
+        raise ValueError(f"{str(index)!r} names {outside[0]!r}, which leads out of the folder: do not use it")
+    return [f"{prefix}{name}" for name in names]
 
 
 def rewritten(stored: Iterable[str], known: Iterable[str]) -> str:
@@ -498,3 +518,34 @@ def rewritten(stored: Iterable[str], known: Iterable[str]) -> str:
     if not paths & {name.rpartition(".")[0] for name in known}:
         return ""
     return "its layers were rewritten by sparse_ift: build the model, sparse_ift(model, ...) as before, and restore"
+
+
+def copy_companions(source: Path, folder: Path) -> list[str]:
+    """Copy what lies beside a source's weights -> what was copied and what was left, as notes. Left are files that
+    ``folder`` has, weights of other formats, hidden files, and links that leave the source.
+
+    The folder is published as it is, and ``.env`` or a linked key are nobody's business.
+    """
+    place = source.resolve()
+    homes = [place, *([place.parents[1] / "blobs"] if place.parent.name == "snapshots" else [])]  # of the hub's cache
+    templates = source / CHAT_TEMPLATE_DIR  # of a tokenizer with several
+    copied, left = [], []
+    for path in sorted(each for parent in (source, templates) if parent.is_dir() for each in parent.iterdir()):
+        name = str(path.relative_to(source))
+        if (folder / name).exists() or path == templates:
+            continue
+        if path.name.startswith("."):
+            left.append(f"{name} (hidden)")
+        elif not any(path.resolve().is_relative_to(home) for home in homes):
+            left.append(f"{name} (a link that leaves the folder)")
+        elif path.is_dir():
+            left.append(f"{name} (a folder)")
+        elif NOT_COPIED.search(path.name):
+            ours = path.suffix == ".safetensors" or path.name in (INDEX, DESCRIPTION)
+            left += [] if ours else [f"{name} (weights of another format)"]
+        else:
+            (folder / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, folder / name)
+            copied.append(name)
+    said = {"copied from the source": copied, "left behind": left}
+    return [f"{what}: {', '.join(names)}" for what, names in said.items() if names]

@@ -1,6 +1,8 @@
 """Writing and reading folders of sparse models: `save`, `restore`, `load` and `report`."""
 
+import json
 import re
+import shutil
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -24,15 +26,21 @@ from modelopt_sparse.checkpoint.folder import (
     Read,
     checked_path,
     checked_place,
+    copy_companions,
+    damaged_files,
+    description_of,
+    is_packed,
     masks_of,
     read_description,
     rewritten,
     sources_of,
     staged,
-    weight_reader,
+    weight_files,
     write_description,
     write_masks,
+    write_sealed,
 )
+from modelopt_sparse.checkpoint.packed import loaded, pack_files, unpack_files, weight_reader
 from modelopt_sparse.distributed import is_sharded, rank
 from modelopt_sparse.methods.patterns import NM, parse_pattern, pattern_of
 from modelopt_sparse.model.devices import stored, unwrapped
@@ -65,11 +73,13 @@ def save(
     overwrite: bool = False,
     companions: Iterable[Any] = (),
     max_shard_size: int | str | None = None,
+    packed: bool = False,
 ) -> None:
     """Write a sparse model to a folder that plain ``from_pretrained`` reads, and that `restore` and `load` check.
 
     ``companions`` are saved with the model: a tokenizer, a processor, anything with ``save_pretrained``.
-    ``max_shard_size`` is that of transformers' ``save_pretrained``.
+    ``max_shard_size`` is that of transformers' ``save_pretrained``. ``packed``: pruned places of weights are not
+    stored, as `pack` does: plain ``from_pretrained`` refuses the folder, `unpack` makes a plain one of it.
 
     A new folder appears only when it is complete. A folder that exists and is not empty is written to with
     ``overwrite=True`` alone: files are replaced one by one, ``sparsity.json`` last; until then the folder has none. No
@@ -113,24 +123,86 @@ def save(
                 warnings.warn(f"{type(model).__name__}.from_pretrained does not read this folder: {how}", stacklevel=2)
         for companion in companions:
             companion.save_pretrained(staging)
-        _write_masks_and_report(model, staging, aliases)
+        _write_masks_and_report(model, staging, aliases, packed=packed)
+
+
+def pack(folder: str | Path, out: str | Path, *, overwrite: bool = False) -> list[str]:
+    """Write a packed copy of a folder that `save` wrote, or of a plain folder of transformers -> what was copied
+    as it is, and what was left behind, as notes.
+
+    Weights are packed by their masks; those without one by their zeros. What would not get smaller stays as it is.
+    `load`, `restore`, `verify` and `report` read the copy, plain ``from_pretrained`` refuses it. ``overwrite`` is that
+    of `save`; ``out`` appears only when it is complete.
+
+    Raises ValueError for a folder that is damaged, is packed or holds no model; OSError if ``out`` cannot be written.
+
+    >>> notes = mts.pack("sparse-model", "packed-model")
+    """
+    return _copy(Path(folder), out, overwrite, packed=False)
+
+
+def unpack(folder: str | Path, out: str | Path, *, overwrite: bool = False) -> list[str]:
+    """Write the plain folder of a packed one, to the bit: what `save` would have written, or what `pack` was given.
+    Returns notes as `pack` does.
+
+    ``overwrite`` is that of `save`. Raises ValueError for a folder that is damaged, or not packed; OSError if ``out``
+    cannot be written.
+
+    >>> notes = mts.unpack("packed-model", "plain-model")
+    """
+    return _copy(Path(folder), out, overwrite, packed=True)
+
+
+def _copy(folder: Path, out: str | Path, overwrite: bool, *, packed: bool) -> list[str]:
+    """Write a plain copy of a folder that is ``packed``, a packed one of a plain folder. Returns notes of what lies
+    beside the weights."""
+    place = checked_place(out, overwrite=overwrite, sources=[folder])
+    if (folder / DESCRIPTION).is_file() or not (folder / "config.json").is_file():
+        if damaged := damaged_files(folder, read_description(folder)):
+            _refuse(f"{str(folder)!r} is damaged", [*damaged.values()])
+        contents = json.loads((folder / DESCRIPTION).read_text(encoding="utf-8"))
+    else:
+        names = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("architectures") or [""]
+        contents = {**description_of(names[0], {}, None), "plain": True}  # of a folder that `save` did not write
+    if is_packed(folder) != packed:
+        raise ValueError(f"{str(folder)!r} is {'not ' * packed}packed: there is nothing to do")
+    weight_reader(folder)  # the files are whole
+    with staged(place, overwrite=overwrite) as staging:
+        notes = copy_companions(folder, staging)
+        if "plain" not in contents:
+            shutil.copyfile(folder / MASKS, staging / MASKS)
+        elif not packed:
+            write_masks({}, staging / MASKS)
+        if packed:
+            unpack_files(folder, staging)
+        else:
+            pack_files(folder, weight_files(folder), staging, staging / MASKS, contents["files"])
+        if not packed or "plain" not in contents:
+            write_sealed(staging, contents)
+    return notes
 
 
 def add_masks(model: nn.Module, folder: str | Path) -> None:
     """Write masks and report into a folder that holds the weights of a sparse model already, such as a checkpoint of
     Trainer's, so that `restore` and `load` read it. What was there of them is replaced.
 
-    Raises ValueError if there are no safetensors files of weights.
+    Raises ValueError if there are no safetensors files of weights, or if they are packed.
     """
     model, folder = unwrapped(model), Path(folder)
+    if is_packed(folder):
+        raise ValueError(f"{str(folder)!r} is packed by other masks: unpack it, or save the model to another folder")
     names, _ = weight_reader(folder)
     (folder / DESCRIPTION).unlink(missing_ok=True)
     aliases = {name: other for name, other in _tied(_state(model)).items() if name not in names}
     _write_masks_and_report(model, folder, aliases)
 
 
-def _write_masks_and_report(model: nn.Module, folder: Path, aliases: Mapping[str, str]) -> None:
+def _write_masks_and_report(
+    model: nn.Module, folder: Path, aliases: Mapping[str, str], *, packed: bool = False
+) -> None:
     masks = write_masks(dict(named_masks(model)), folder / MASKS)
+    if packed:
+        pack_files(folder, weight_files(folder), folder, folder / MASKS)
     write_description(folder, dense_class(model).__name__, masks, _present_report(model), aliases)
 
 
@@ -198,7 +270,8 @@ def restore(model: nn.Module, folder: str | Path) -> nn.Module:
     extra = {name: x for name, x in state if name.endswith("_extra_state") and isinstance(x, Tensor)}
     known = [names for names, _ in slots]
     problems += _misfits(inner, masks, known)
-    filled: list[tuple[Tensor, Tensor]] = []
+    filled: list[tuple[Tensor, str]] = []
+    read: Read | None = None
     named = [*known, *([name] for name in extra)]
     if damaged <= {MASKS} and (read := _reader(inner, named, folder, description, masks, problems)) is not None:
         filled = _fill(slots, read, masks, problems)
@@ -209,8 +282,9 @@ def restore(model: nn.Module, folder: str | Path) -> nn.Module:
         inner.get_submodule(name.rpartition(".")[0]).set_extra_state(state)
     remove_masks(inner)
     with torch.no_grad():
-        for values, tensor in filled:
-            values.copy_(tensor)
+        for values, stored_as in filled:
+            if read is not None and (tensor := read(stored_as)) is not None:  # once more: packed ones are not held
+                values.copy_(tensor)
     _attach(inner, folder, masks, description)
     return model
 
@@ -234,14 +308,19 @@ def load(folder: str | Path, *, semi_structured: bool | Mapping[str, Any] = Fals
     folder = _downloaded(folder, options.get("revision"))
     packing = loading_place(options.pop("device_map", None), semi_structured) if semi_structured is not False else None
     head = f"{str(folder)!r} cannot be loaded"
-    description, masks, _, problems = masks_of(folder)
+    description, masks, damaged, problems = masks_of(folder)
     if not (folder / "config.json").is_file():
         name = description.model_class
         raise ValueError(f"{str(folder)!r} holds no config.json: build the {name} and call restore(model, folder)")
+    if not damaged:
+        try:
+            weight_reader(folder)
+        except ValueError as error:
+            problems.append(str(error))
     _refuse(head, problems)
     remote = {key: options[key] for key in ("revision", "trust_remote_code") if key in options}
     architecture = model_class(AutoConfig.from_pretrained(folder, **remote), folder)
-    model, info = architecture.from_pretrained(folder, **options, output_loading_info=True)
+    model, info = loaded(architecture, folder, **options)
     said = rewritten(info["unexpected_keys"], info["missing_keys"])
     problems += [said] if said else unloaded(info)
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -357,9 +436,9 @@ def _unwritable(values: Tensor) -> str:
 
 def _fill(
     slots: list[tuple[list[str], Tensor]], read: Read, masks: Mapping[str, Tensor], problems: list[str]
-) -> list[tuple[Tensor, Tensor]]:
-    """Pairs of a tensor of the model and the folder's tensor for it. What is wrong is appended to ``problems``."""
-    filled: list[tuple[Tensor, Tensor]] = []
+) -> list[tuple[Tensor, str]]:
+    """Pairs of a tensor of the model and the folder's name for it. What is wrong is appended to ``problems``."""
+    filled: list[tuple[Tensor, str]] = []
     shared: dict[str, list[str]] = defaultdict(list)  # what is wrong, and what to do -> names
     for names, values in slots:
         if fault := _unwritable(values):
@@ -369,8 +448,8 @@ def _fill(
         if not alike:
             problems.append(f"{names[0]!r} of the model is not in the folder")
             continue
-        tensor = next(iter(alike.values()))
-        filled.append((values, tensor))
+        stored_as, tensor = next(iter(alike.items()))
+        filled.append((values, stored_as))
         for name, other in alike.items():
             if other.shape != values.shape:
                 problems.append(f"{name!r} has shape {list(other.shape)} there and {list(values.shape)} in the model")
@@ -414,7 +493,7 @@ def _reader(
         return None
     same_class = description.model_class == dense_class(model).__name__
     if isinstance(model, PreTrainedModel) and same_class and any(map(names.isdisjoint, known)):
-        fresh, info = dense_class(model).from_pretrained(folder, dtype="auto", output_loading_info=True)
+        fresh, info = loaded(dense_class(model), folder, dtype="auto")
         problems += unloaded(info)
         return fresh.state_dict().get
     for name in sorted(names.difference(*known)):

@@ -9,8 +9,6 @@ transformers' own offloading says where each weight lies, and converts those tha
 in memory (fused experts); its save_pretrained converts them back, block by block.
 """
 
-import re
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -19,16 +17,15 @@ from typing import Any
 
 from safetensors import SafetensorError
 from torch import nn
-from transformers.utils import CHAT_TEMPLATE_DIR
 
 from modelopt_sparse.calibration.data import Call, digest_of, load_calls
 from modelopt_sparse.checkpoint.dequantize import Quantized, dequantization_of
 from modelopt_sparse.checkpoint.folder import (
     DESCRIPTION,
-    INDEX,
     MASKS,
     checked_place,
     checksum,
+    copy_companions,
     is_full,
     read_description,
     write_description,
@@ -36,7 +33,6 @@ from modelopt_sparse.checkpoint.folder import (
 )
 from modelopt_sparse.checkpoint.save import report as report_in
 from modelopt_sparse.checkpoint.streamed import (
-    WEIGHT_FORMATS,
     SourceFiles,
     Streamed,
     concatenate,
@@ -59,7 +55,6 @@ from modelopt_sparse.shrinking.plan import HOW, checked, settings_of_run, shrink
 from modelopt_sparse.shrinking.shrink import criterion_of, shrink_to_one
 from modelopt_sparse.shrinking.sizes import ShrinkRequest, kept_in, sizes_for
 
-NOT_COPIED = re.compile(rf"\.({'|'.join(WEIGHT_FORMATS)})$|\.index\.json$|^sparsity\.", re.IGNORECASE)
 IN_MEMORY = "load the model and call"
 UNMEASURED = (
     "KL is not measured in streaming, where each call reads all weights: `modelopt-sparse eval` does so afterwards"
@@ -76,6 +71,7 @@ def sparsify_checkpoint(
     spill: bool = False,
     dtype: Any = "auto",
     dequantize: bool = False,
+    packed: bool = False,
     revision: str | None = None,
     trust_remote_code: bool = False,
     **options: Any,
@@ -88,7 +84,7 @@ def sparsify_checkpoint(
     each block. In memory are what is outside of the blocks, one block and its copy, its statistics, and the
     activations that are held from block to block (``spill``: in files beside the target instead). ``dtype``,
     ``revision`` and ``trust_remote_code`` are those of ``from_pretrained``. ``dequantize``: the checkpoint is
-    quantized (fp8, mxfp4), and to be dequantized; without it such a one is refused.
+    quantized (fp8, mxfp4), and to be dequantized; without it such a one is refused. ``packed`` is that of `save`.
 
     A run that was killed goes on from its last finished block when it is called again with the same arguments, and
     ends in the same bits. Called with other arguments, data or weights it raises ValueError, unless ``overwrite`` is
@@ -126,7 +122,7 @@ def sparsify_checkpoint(
             return prune(storage.model, chosen, settings, storage, processes, calls)
 
         started = started_with(plan, settings)
-        job = _Job(folder, names, started, calls, work_on, dtype, quantized, remote, spill)
+        job = _Job(folder, names, started, calls, work_on, dtype, quantized, remote, spill, packed)
         return _streamed(job, target, processes, overwrite=overwrite)
 
 
@@ -203,12 +199,13 @@ class _Job:
     quantized: Quantized | None
     remote: dict[str, Any]
     spill: bool
+    packed: bool = False
 
 
 def _streamed(job: _Job, target: Path, processes: Processes, *, overwrite: bool) -> Report:
     """Do the work from where an earlier run has left it, and put the folder in its place."""
     files, report = SourceFiles(job.folder, processes), None
-    notes, started = list[str](), {**job.started, "dtype": str(job.dtype)}
+    notes, started = list[str](), {**job.started, "dtype": str(job.dtype), **({"packed": True} if job.packed else {})}
     if job.quantized is not None:
         notes.append(str(job.quantized))
         started["quantized source"] = str(job.quantized)
@@ -221,7 +218,8 @@ def _streamed(job: _Job, target: Path, processes: Processes, *, overwrite: bool)
                 more = job.dtype, job.quantized, work, job.remote
                 model, places = without_blocks(job.folder, job.names, *more)
                 files.check_all()  # what lies outside of the blocks has been read
-                with Streamed(model, job.names, places, work, files, spill=job.spill) as storage:
+                how = {"spill": job.spill, "packed": job.packed}
+                with Streamed(model, job.names, places, work, files, **how) as storage:
                     report = job.work_on(storage, work)
                     if storage.reused:
                         begun_by, reused = work.begun_by, f"{storage.reused} of {len(job.names)} blocks were reused"
@@ -305,51 +303,23 @@ def _finish(storage: Streamed, source: Path, work: WorkFolder, report: Report) -
     model, folder = storage.model, work.path / "folder"
     masks = dict(named_masks(model))  # of layers outside of the blocks
     remove_masks(model)
+    masks_outside = "masks/outside.safetensors"
+    described = {name: of for index in sorted(work.done) for name, of in work.done[index].masks.items()}
+    described |= write_masks(masks, work.path / masks_outside)
     shard = storage.saved(storage.outside())
     work.check_files()
-    first = f"model-{1:05d}-of-{len(storage.written) + 1:05d}.safetensors"
     for path in shard.parent.iterdir():
         if path != shard:
             path.replace(folder / path.name)
-    placed = [work.place(shard, f"folder/{first}"), *(record.files for record in work.done.values())]
-    known = {Path(name).name: facts for files in placed for name, facts in files.items()}
-    described = {name: of for index in sorted(work.done) for name, of in work.done[index].masks.items()}
-    file = work.scratch() / "masks.safetensors"
-    described |= write_masks(masks, file)
-    concatenate([*sorted((work.path / "masks").iterdir()), file], folder / MASKS)
+    first = work.place(storage.packed(shard, masks_outside), storage.shard_name(1))
+    known = {
+        Path(name).name: facts
+        for files in (first, *(x.files for x in work.done.values()))
+        for name, facts in files.items()
+    }
+    concatenate(sorted((work.path / "masks").iterdir()), folder / MASKS)
     write_index(folder, sum(p.numel() for p in model.parameters()))
     report.notes += copy_companions(source, folder)
     (folder / DESCRIPTION).unlink(missing_ok=True)
     write_description(folder, dense_class(model).__name__, described, report, known=known)
     work.finish()
-
-
-def copy_companions(source: Path, folder: Path) -> list[str]:
-    """Copy what lies beside a source's weights -> what was copied and what was left, as notes. Left are files that
-    ``folder`` has, weights of other formats, hidden files, and links that leave the source.
-
-    The folder is published as it is, and ``.env`` or a linked key are nobody's business.
-    """
-    place = source.resolve()
-    homes = [place, *([place.parents[1] / "blobs"] if place.parent.name == "snapshots" else [])]  # of the hub's cache
-    templates = source / CHAT_TEMPLATE_DIR  # of a tokenizer with several
-    copied, left = [], []
-    for path in sorted(each for parent in (source, templates) if parent.is_dir() for each in parent.iterdir()):
-        name = str(path.relative_to(source))
-        if (folder / name).exists() or path == templates:
-            continue
-        if path.name.startswith("."):
-            left.append(f"{name} (hidden)")
-        elif not any(path.resolve().is_relative_to(home) for home in homes):
-            left.append(f"{name} (a link that leaves the folder)")
-        elif path.is_dir():
-            left.append(f"{name} (a folder)")
-        elif NOT_COPIED.search(path.name):
-            ours = path.suffix == ".safetensors" or path.name in (INDEX, DESCRIPTION)
-            left += [] if ours else [f"{name} (weights of another format)"]
-        else:
-            (folder / name).parent.mkdir(exist_ok=True)
-            shutil.copyfile(path, folder / name)
-            copied.append(name)
-    said = {"copied from the source": copied, "left behind": left}
-    return [f"{what}: {', '.join(names)}" for what, names in said.items() if names]

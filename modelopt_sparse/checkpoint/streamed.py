@@ -25,7 +25,18 @@ from transformers import AutoConfig
 from transformers.utils.hub import cached_file, snapshot_download
 
 from modelopt_sparse.checkpoint.dequantize import Quantized, dtype_of, kept_wide, load_dequantized
-from modelopt_sparse.checkpoint.folder import INDEX, WEIGHTS, file_hash, weight_files, weight_reader, write_masks
+from modelopt_sparse.checkpoint.folder import (
+    INDEX,
+    MASKS,
+    PACKED,
+    WEIGHT_FORMATS,
+    WEIGHTS,
+    file_hash,
+    is_packed,
+    weight_files,
+    write_masks,
+)
+from modelopt_sparse.checkpoint.packed import loaded, opened_file, pack_files, weight_reader
 from modelopt_sparse.checkpoint.workfolder import BUDGET, BlockRecord, WorkFolder
 from modelopt_sparse.distributed import Processes
 from modelopt_sparse.model.devices import give_back_freed_memory, remove_hooks
@@ -40,11 +51,6 @@ from modelopt_sparse.shrinking.resize import tensors_of
 
 ONE_FILE = 2**60  # a shard size that no block reaches
 CHUNK = 2**20  # bytes that are copied at a time
-# the ends of files that may hold weights
-WEIGHT_FORMATS = (
-    *("safetensors", "bin", "pt", "pth", "h5", "keras", "tflite", "msgpack", "npz", "gguf", "onnx", "onnx_data"),
-    *("ot", "nemo", "mar", "pkl", "pickle", "ckpt"),
-)
 
 # the source -----------------------------------------------------------------------------------------------------------
 
@@ -86,7 +92,7 @@ class SourceFiles:
         self._processes = processes
         self._hashes: dict[str, str] = {}  # of the files that this process has hashed
         weight_reader(folder)  # opens all of them
-        names = ["config.json", *weight_files(folder)]
+        names = ["config.json", *weight_files(folder), *([MASKS] if is_packed(folder) else [])]
         self._names = {(folder / name).resolve(): name for name in names}
         self._as_seen = {path: _look(path) for path in self._names}
         sizes = {f"the size of {name!r}": (folder / name).stat().st_size for name in names}
@@ -164,7 +170,7 @@ def without_blocks(
     options = {"device_map": devices, "offload_folder": str(work.converted()), **remote}
     with quiet():
         if quantized is None:
-            model, info = architecture.from_pretrained(folder, dtype=dtype, output_loading_info=True, **options)
+            model, info = loaded(architecture, folder, dtype=dtype, **options)
         else:
             model, info = load_dequantized(architecture, folder, config, quantized, **options)
     if problems := unloaded(info):
@@ -228,8 +234,10 @@ class Streamed(Storage):
         files: SourceFiles,
         *,
         spill: bool,
+        packed: bool = False,
     ) -> None:
         self.model, self.names, self._places = model, names, places
+        self._packed = packed
         self._work, self._files, self.spills = work, files, spill
         self._blocks = [model.get_submodule(name) for name in names]
         self._home = {module: block for block in self._blocks for module in block.modules()}
@@ -352,9 +360,10 @@ class Streamed(Storage):
         index = self._blocks.index(block)
         named = f"named/{index:05d}.safetensors"
         files = self._work.done[index].files
-        with safe_open(self._work.path / (named if named in files else self._shard(index)), framework="pt") as opened:
-            for name, parameter in self._own_as_written(index).items():
-                parameter.copy_(opened.get_tensor(name))
+        path = self._work.path / (named if named in files else self._shard(index))
+        opened = opened_file(path, self._work.path / f"masks/{index:05d}.safetensors")
+        for name, parameter in self._own_as_written(index).items():
+            parameter.copy_(opened.get_tensor(name))
 
     def _look_again(self, block: nn.Module) -> None:
         """See the parameters that a block has now: what has been cut is new."""
@@ -369,8 +378,12 @@ class Streamed(Storage):
     # writing ----------------------------------------------------------------------------------------------------------
 
     def _shard(self, index: int) -> str:
-        number = list(self.written).index(index)
-        return f"folder/model-{number + 2:05d}-of-{len(self.written) + 1:05d}.safetensors"
+        return self.shard_name(list(self.written).index(index) + 2)
+
+    def shard_name(self, number: int) -> str:
+        """The path in the work folder of a shard of the target, counted from 1."""
+        prefix = PACKED if self._packed else ""
+        return f"folder/{prefix}model-{number:05d}-of-{len(self.written) + 1:05d}.safetensors"
 
     def _owned(self) -> set[nn.Parameter]:
         return {parameter for parameters in self._own.values() for parameter in parameters.values()}
@@ -391,17 +404,17 @@ class Streamed(Storage):
             for key, value in block.state_dict(keep_vars=True).items()
             if value in owned or not isinstance(value, nn.Parameter)
         }
+        file = work.scratch() / "masks.safetensors"
+        described = write_masks(masks, file)
+        files = work.place(file, f"masks/{index:05d}.safetensors")
         shard = self.saved(state)
         with safe_open(shard, framework="pt") as opened:
             converted = not set(own) <= set(opened.keys())
-        files = work.place(shard, self._shard(index))
+        files |= work.place(self.packed(shard, f"masks/{index:05d}.safetensors"), self._shard(index))
         if converted:
             file = work.scratch() / "named.safetensors"
             save_file({key: value.detach().contiguous() for key, value in own.items()}, file)
             files |= work.place(file, f"named/{index:05d}.safetensors")
-        file = work.scratch() / "masks.safetensors"
-        described = write_masks(masks, file)
-        files |= work.place(file, f"masks/{index:05d}.safetensors")
         parts = [asdict(layer) for layer in layers], [asdict(part) for part in tuned]
         work.finish_block(index, BlockRecord(self.names[index], files, described, *parts))
 
@@ -411,6 +424,12 @@ class Streamed(Storage):
         with quiet():
             self.model.save_pretrained(folder, state_dict=dict(state), max_shard_size=ONE_FILE)
         return folder / WEIGHTS
+
+    def packed(self, shard: Path, masks: str) -> Path:
+        """The packed form of a shard if the target is packed; ``masks``: its masks' path in the work folder."""
+        if not self._packed:
+            return shard
+        return pack_files(shard.parent, [shard.name], shard.parent, self._work.path / masks)[0]
 
     def write_the_rest(self) -> None:
         """Blocks that were never opened, because nothing in their stack is pruned."""
@@ -464,15 +483,19 @@ def _reserve(descriptor: int, size: int) -> None:
 
 
 def write_index(folder: Path, parameters: int) -> None:
-    """Write the index of a folder's weight files, as transformers does. ``parameters``: how many numbers they are."""
+    """Write the index of a folder's weight files, as transformers does. ``parameters``: how many numbers they are.
+
+    That of packed files is the index of the plain ones.
+    """
     weight_map: dict[str, str] = {}
-    size = 0
-    for path in sorted(folder.glob("model-*.safetensors")):
-        header, _ = _header(path)
+    size, prefix = 0, ""
+    for path in sorted([*folder.glob("model-*.safetensors"), *folder.glob(f"{PACKED}model-*.safetensors")]):
+        prefix = PACKED if path.name.startswith(PACKED) else ""
+        header = opened_file(path, folder / MASKS).header if prefix else _header(path)[0]
         size += sum(end - begin for begin, end in (entry["data_offsets"] for entry in header.values()))
-        weight_map.update(dict.fromkeys(header, path.name))
+        weight_map.update(dict.fromkeys(header, path.name.removeprefix(prefix)))
     index = {"metadata": {"total_parameters": parameters, "total_size": size}, "weight_map": weight_map}
-    (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    (folder / f"{prefix}{INDEX}").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def concatenate(files: Sequence[Path], out_path: Path) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from modelopt_sparse.checkpoint.folder import DESCRIPTION, masks_of, rewritten, weight_reader
+from modelopt_sparse.checkpoint.folder import DESCRIPTION, masks_of, rewritten
+from modelopt_sparse.checkpoint.packed import loaded, weight_reader
 from modelopt_sparse.checkpoint.workfolder import STARTED
 from modelopt_sparse.checks import grouped
 from modelopt_sparse.methods.patterns import Pattern, Unstructured, parse_pattern
@@ -243,8 +244,7 @@ def _open(
 
         return model, read, masks, record, files
     # transformers stores this architecture under other names than it has in memory, and maps them when it loads
-    options = {"dtype": "auto", "trust_remote_code": trust_remote_code, "output_loading_info": True}
-    model, info = type(model).from_pretrained(folder, **options)  # type: ignore[attr-defined]
+    model, info = loaded(type(model), folder, dtype="auto", trust_remote_code=trust_remote_code)
     if problems := unloaded(info):
         raise ValueError(f"{str(folder)!r} does not hold a whole {type(model).__name__}: {first_few(problems)}")
     return model, lambda layer: layer.parameter.detach(), masks, record, files

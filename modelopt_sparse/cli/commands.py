@@ -113,6 +113,7 @@ Progress = Annotated[
     Option("--progress/--no-progress", help="Default: one bar, on a terminal. --progress: every library's bars."),
 ]
 AllRows = Annotated[bool, Option("--all", help="A line for each layer; else equal ones are folded.")]
+Packed = Annotated[bool, Option("--packed", help="Do not store pruned places: smaller files, which unpack reads.")]
 Stream = Annotated[
     bool, Option("--stream", help="Never hold the whole model; started again, go on where it was stopped.")
 ]
@@ -225,6 +226,7 @@ def sparsify(
     dequantize: Dequantize = False,
     stream: Stream = False,
     spill: Spill = False,
+    packed: Packed = False,
     overwrite: Overwrite = False,
     html: bool = Option(False, "--html", help="Write the report as a page as well: OUT.html, beside the folder."),
     progress: Progress = None,
@@ -254,12 +256,13 @@ def sparsify(
     if "data" not in settings and (needing := [layer for layer in planned.layers if layer.calibrated]):
         raise ValueError(f"method {needing[0].recipe!r} needs calibration text: give --data FILE")
     if stream:
-        more = {"overwrite": overwrite, "spill": spill, "dtype": source.dtype, "dequantize": dequantize, **source.hub}
+        more: dict[str, Any] = {"overwrite": overwrite, "spill": spill, "packed": packed, "dequantize": dequantize}
+        more |= {"dtype": source.dtype, **source.hub}
         with _kept_blocks_are_said(out, f" of {sum(len(stack.names) for stack in planned.stacks)}"):
             streamed = mts.sparsify_checkpoint(source.name, out, method, settings, **more)
         result = streamed if rank() == 0 else None
     else:
-        result = _sparsified(source, quantized, method, settings, out, held_out, overwrite)
+        result = _sparsified(source, quantized, method, settings, out, held_out, overwrite, packed)
     if result is None:
         return
     if page is not None and rank() == 0:
@@ -268,10 +271,19 @@ def sparsify(
         values = result.as_dict()
         _print_json({"out": str(out), "evaluation": values["evaluation"], "report": values})
     elif not quiet:
-        loading = "load it with transformers, or with modelopt_sparse.load to keep it sparse in training."
-        typer.echo(f"{result}\n\nWritten to {out}: {loading}")
+        typer.echo(f"{result}\n\n{_written(out, packed)}")
         if page is not None:
             typer.echo(f"The report as a page: {page}")
+
+
+def _written(out: Path, packed: bool) -> str:
+    """What is said of a folder that is written; of a packed one also what that saves."""
+    from modelopt_sparse.checkpoint.packed import saving
+
+    if packed:
+        return f"{saving(out)}\n\nWritten to {out}: load it with modelopt_sparse.load; unpack makes it plain."
+    loading = "load it with transformers, or with modelopt_sparse.load to keep it sparse in training."
+    return f"Written to {out}: {loading}"
 
 
 def _page_beside(out: Path, overwrite: bool) -> Path:
@@ -292,6 +304,7 @@ def _sparsified(
     out: Path,
     held_out: "Tensor | None",
     overwrite: bool,
+    packed: bool,
 ) -> "mts.Report | None":
     """Make a model sparse in memory and write it -> the report; None in a process that another one writes for."""
     from modelopt_sparse.checkpoint.workfolder import locked
@@ -310,7 +323,7 @@ def _sparsified(
                 place = settings.get("device") or "cpu"
                 both = network.to(place), source.load(place, quantized)
                 report.evaluation = _evaluate(*both, held_out, settings)
-            mts.save(network.to("cpu"), out, overwrite=overwrite, companions=companions)
+            mts.save(network.to("cpu"), out, overwrite=overwrite, companions=companions, packed=packed)
     return report
 
 
@@ -580,6 +593,35 @@ def speed(
     more = {"dtype": dtype, "device_map": device, "trust_remote_code": trust_remote_code}
     result = mts.semi_structured_report(mts.load(folder, semi_structured=settings, **more))
     _show(result, as_json)
+
+
+@command
+def pack(
+    folder: Annotated[Path, Argument(metavar="DIR", help="A folder that sparsify wrote, or a plain one with zeros.")],
+    out: Annotated[Path, Option(help="Folder to write.")],
+    overwrite: Overwrite = False,
+    all_rows: AllRows = False,
+    quiet: Quiet = False,
+) -> None:
+    """Write a copy of DIR without the pruned places of its weights. Shows how much smaller it is."""
+    from modelopt_sparse.checkpoint.packed import saving
+
+    notes = mts.pack(folder, out, overwrite=overwrite)
+    if not quiet:
+        typer.echo("\n".join([saving(out, all_rows=all_rows), "", f"Written to {out}.", *notes]))
+
+
+@command
+def unpack(
+    folder: Annotated[Path, Argument(metavar="DIR", help="A packed folder.")],
+    out: Annotated[Path, Option(help="Folder to write.")],
+    overwrite: Overwrite = False,
+    quiet: Quiet = False,
+) -> None:
+    """Write the plain folder of a packed DIR. Transformers loads it; it is to the bit what was packed."""
+    notes = mts.unpack(folder, out, overwrite=overwrite)
+    if not quiet:
+        typer.echo("\n".join([f"Written to {out}.", *notes]))
 
 
 @command

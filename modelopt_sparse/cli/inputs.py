@@ -17,6 +17,7 @@ import modelopt_sparse as mts
 from modelopt_sparse.calibration.data import documents_of, open_dataset, tokens_of
 from modelopt_sparse.checkpoint.dequantize import Quantized, dequantization_of, load_dequantized
 from modelopt_sparse.checkpoint.folder import DESCRIPTION
+from modelopt_sparse.checkpoint.packed import loaded
 from modelopt_sparse.checkpoint.streamed import local_folder
 from modelopt_sparse.checks import read_yaml
 from modelopt_sparse.distributed import local_device
@@ -152,7 +153,7 @@ class NamedModel:
         architecture = model_class(config, self.name)
         if quantized is not None:
             return load_dequantized(architecture, self._folder(), config, quantized, **self.remote)[0].to(device)
-        return architecture.from_pretrained(self.name, dtype=self.dtype, **self.hub).to(device)
+        return loaded(architecture, self.name, dtype=self.dtype, **self.hub)[0].to(device)
 
     def _folder(self) -> Path:
         return local_folder(self.name, self.hub["revision"])

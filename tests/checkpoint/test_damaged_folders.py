@@ -154,7 +154,7 @@ NO_FORMAT = "sparsity.json' is truncated, edited or of another format"
 EDITED = "has been edited since it was saved (its checksum differs)"
 NOT_ASKED_FOR = "sparsity.json' does not hold what its format asks for"
 NO_BITS = f"mask '{WEIGHT}' does not hold the bits of shape"
-NEWER = '{"format": "modelopt_sparse", "format_version": 2, "unheard": "of"}'
+NEWER = '{"format": "modelopt_sparse", "format_version": 3, "unheard": "of"}'
 DAMAGED: list[tuple[Callable[[Path], object], str]] = [
     *((lambda f, name=name: (f / name).unlink(), f"file '{name}' is missing") for name in ("model.safetensors", MASKS)),
     *((cut(length), NO_FORMAT) for length in (0, 1, 200, 2000)),
@@ -167,7 +167,7 @@ DAMAGED: list[tuple[Callable[[Path], object], str]] = [
         for text in ("[]", "null", '"modelopt_sparse"', "{}", '{"format_version": 1}', '{"a": NaN}')
     ),
     (described(lambda d: d.update(format="other")), NO_FORMAT),
-    (written(DESCRIPTION, NEWER), "has format version 2, above 1: update modelopt_sparse"),
+    (written(DESCRIPTION, NEWER), "has format version 3, above 2: update modelopt_sparse"),
     (described(lambda d: d.pop("files")), f"{NOT_ASKED_FOR}: KeyError('files')"),
     (described(lambda d: d.update(masks=[])), NOT_ASKED_FOR),
     (described(lambda d: d["masks"][WEIGHT].update(shape="wide")), NOT_ASKED_FOR),

@@ -66,13 +66,14 @@ class World:
         return self.known[recipe]
 
     def states(self, do: str, where: str) -> list[Path]:
-        """What a kill before each operation of a run leaves, to "stream" or "save" a model to a "new" place or "over"
-        one: folders that hold the target, in order, without those that are equal to the one before."""
+        """What a kill before each operation of a run leaves, to "stream", "save" or "pack" a model to a "new" place or
+        "over" one: folders that hold the target, in order, without those that are equal to the one before."""
         target, states = self.folder / f"{do} {where}" / "sparse", self.folder / f"{do} {where}, states"
         target.parent.mkdir()
         if where == "over":
             self.old = old_model(target)
         given = {**self.given(target), "overwrite": where == "over"} if do == "stream" else self.saving(target)
+        given = {"plain": self.undisturbed()[0], "folder": target} if do == "pack" else given
         code, found = self.runs.run(do, given, files=target.parent, states=[target.parent, states])
         assert code == 0, found
         return sorted(states.iterdir())
@@ -269,6 +270,36 @@ def test_killed_again_and_again(world, target, recipe):
         most *= 1.1  # so that it ends
     assert kills > 1
     assert_goes_on(world, target, recipe)
+
+
+@pytest.mark.parametrize("where", ["new", "over"])
+def test_killed_while_it_packs(world, where):
+    """Before any operation: the old folder or the new one is there, or between, plainly neither."""
+    states = world.states("pack", where)
+    mts.pack(world.undisturbed()[0], states[0].parent / "expected")
+    expected, found = hashes(states[0].parent / "expected"), []
+    for state in states:
+        there = hashes(target) if (target := state / "sparse").exists() else {}
+        names = set(there) - {"notes.txt"}
+        if there in ({}, world.old if where == "over" else {}):
+            found.append("old")
+        elif {name: there[name] for name in names} == expected:
+            found.append("new")
+        else:
+            found.append("none")
+            with pytest.raises((OSError, ValueError)):
+                mts.load(target)
+            if there != {name: sha256 for name, sha256 in world.old.items() if name != "sparsity.json"}:  # all is old
+                with pytest.raises((OSError, ValueError)):
+                    AutoModelForCausalLM.from_pretrained(target)
+    assert [*dict.fromkeys(found)] == (["old"] if where == "new" else ["old", "none", "new"])
+    assert found == sorted(found, key=["old", "none", "new"].index)
+    for state in [*states[:-1:3], states[-1]]:
+        code, ended = world.runs.run("pack", {"plain": world.undisturbed()[0], "folder": state / "sparse"})
+        assert code == 0, ended
+        assert {**hashes(state / "sparse"), "notes.txt": ""} == {**expected, "notes.txt": ""}
+        assert [path.name for path in state.iterdir()] == ["sparse"]
+    world.check()
 
 
 # a full disk ----------------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """The golden folder: files of the first version of the format, which every later version reads."""
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -91,3 +92,53 @@ def test_saving_the_golden_model_today_gives_the_golden_files(tmp_path):
     later = ("seconds", "steps", "expert_tokens")  # times differ, and the golden folder is older than the others
     timeless = [{k: v for k, v in layer.items() if k not in later} for layer in ours["report"]["layers"]]
     assert timeless == [{k: v for k, v in layer.items() if k not in later} for layer in theirs["report"]["layers"]]
+
+
+# packed ---------------------------------------------------------------------------------------------------------------
+
+GOLDEN_PACKED = Path(__file__).parent / "golden_packed"
+PACKED_FILE = "packed.model.safetensors"
+
+
+def test_the_golden_packed_folder_still_restores_to_the_bit(tmp_path):
+    """And holds what the golden folder holds."""
+    model = Golden()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(99)
+    mts.restore(model, GOLDEN_PACKED)
+    for name, values in GOLDEN_WEIGHTS.items():
+        assert_bits(model.get_parameter(name), torch.tensor(values, dtype=torch.float32))
+    mts.unpack(GOLDEN_PACKED, tmp_path / "plain")
+    for name in ("model.safetensors", MASKS):
+        assert (tmp_path / "plain" / name).read_bytes() == (GOLDEN / name).read_bytes()
+    assert mts.report(tmp_path / "plain") == mts.report(GOLDEN_PACKED)
+
+
+def test_the_golden_packed_file_holds_these_values():
+    content, plain = (GOLDEN_PACKED / PACKED_FILE).read_bytes(), (GOLDEN / "model.safetensors").read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    header, body = json.loads(content[8 : 8 + size]), content[8 + size :]
+    metadata = json.loads(header.pop("__metadata__")["packed"])
+    assert metadata.keys() == {"header", "places", "sha256"}
+    assert metadata["header"].encode() == plain[8 : 8 + int.from_bytes(plain[:8], "little")]
+    assert metadata["sha256"] == hashlib.sha256(plain).hexdigest()
+    assert metadata["places"] == {name: [name, 0] for name in GOLDEN_BYTES}
+    assert header.keys() == GOLDEN_WEIGHTS.keys()
+    for name, values in GOLDEN_WEIGHTS.items():
+        begin, end = header[name]["data_offsets"]
+        flat = torch.tensor(values, dtype=torch.float32).flatten()
+        expected = flat[flat != 0] if name in GOLDEN_BYTES else flat
+        assert header[name]["dtype"] == "F32"
+        assert header[name]["shape"] == [len(expected)]
+        assert body[begin:end] == expected.numpy().tobytes()
+
+
+def test_packing_the_golden_folder_today_gives_the_golden_packed_files(tmp_path):
+    mts.save(golden_model(), tmp_path / "out", packed=True)
+    for name in (PACKED_FILE, MASKS):
+        assert (tmp_path / "out" / name).read_bytes() == (GOLDEN_PACKED / name).read_bytes()
+    ours, theirs = describe(tmp_path / "out"), describe(GOLDEN_PACKED)
+    assert ours.keys() == theirs.keys()
+    for key in ("format", "format_version", "model_class", "masks", "aliases", "files"):
+        assert ours[key] == theirs[key]

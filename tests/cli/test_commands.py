@@ -90,6 +90,40 @@ def test_streaming_writes_the_same_model(run, work, tmp_path):
 
 
 @pytest.mark.parametrize("stream", [(), ("--stream",)])
+def test_packed_folders(run, work, sparse, tmp_path, stream):
+    """Written, read by the other commands, and made plain again."""
+    command = ("sparsify", work / "llama", "--out", tmp_path / "out", "--method", "magnitude", "--packed", *stream)
+    done = run(*command, "--no-progress")
+    assert (done.code, done.err) == (0, "")
+    (saving,) = re.findall(r"Weights and masks: [\d,]+ bytes, packed [\d,]+ \((\d+)\.\d%\)", done.out)
+    assert int(saving) < 100
+    assert re.search(r"model\.layers\.0\.mlp\.up_proj\.weight +8,192 +4,352 +53\.1%", done.out)
+    assert f"Written to {tmp_path / 'out'}: load it with modelopt_sparse.load; unpack makes it plain." in done.out
+    assert_same_state(mts.load(tmp_path / "out"), state_of(mts.load(sparse)))
+
+    for name, more in (("verify", ()), ("report", ()), ("plan", ()), ("eval", ("--data", work / "held.txt"))):
+        plain, packed = (run(name, folder, *more) for folder in (sparse, tmp_path / "out"))
+        assert (packed.code, packed.err) == (0, ""), name
+        if name in ("verify", "plan"):
+            assert packed.out == plain.out, name
+
+    done = run("unpack", tmp_path / "out", "--out", tmp_path / "plain")
+    assert (done.code, done.err) == (0, "")
+    assert done.out.startswith(f"Written to {tmp_path / 'plain'}.\n")
+    assert_same_state(AutoModelForCausalLM.from_pretrained(tmp_path / "plain"), state_of(mts.export(mts.load(sparse))))
+    done = run("pack", tmp_path / "plain", "--out", tmp_path / "again", "--all")
+    assert (done.code, done.err) == (0, "")
+    assert "model.layers.0.mlp.up_proj.weight" in done.out
+    assert f"Written to {tmp_path / 'again'}." in done.out
+    for path in (tmp_path / "out").iterdir():
+        assert (tmp_path / "again" / path.name).read_bytes() == path.read_bytes(), path.name
+    assert run("unpack", tmp_path / "plain", "--out", tmp_path / "x").err == (
+        f"modelopt-sparse: '{tmp_path / 'plain'}' is not packed: there is nothing to do\n"
+    )
+    assert run("pack", tmp_path / "plain", "--out", tmp_path / "x", "--quiet").out == ""
+
+
+@pytest.mark.parametrize("stream", [(), ("--stream",)])
 @pytest.mark.parametrize(
     ("out", "message"),
     [
@@ -389,7 +423,8 @@ PLANNED += "--method --quality --pattern --budget --choices --losses --data --nu
 PLANNED += "--include --exclude --sequential --seed --config --set --device --dtype "
 PLANNED += "--dequantize --revision --trust-remote-code --json"
 FLAGS = {
-    "sparsify": f"model --out {PLANNED} --eval --stream --spill --overwrite --html --progress --no-progress --quiet",
+    "sparsify": f"model --out {PLANNED} --eval --stream --spill --packed --overwrite --html --progress "
+    "--no-progress --quiet",
     "plan": f"model {PLANNED} --training --all",
     "budget": f"model {PLANNED.replace('--dequantize ', '')} --progress --no-progress --all",
     "shrink": "model --out --mlp --blocks --experts --to --budget --criterion --quality --data --num-samples "
@@ -402,6 +437,8 @@ FLAGS = {
     "verify": "folder --pattern --no-hash --trust-remote-code --all --quiet --json",
     "report": "folder --html --compare --evaluation --overwrite --all --json",
     "speed": "folder --tokens --device --dtype --trust-remote-code --json",
+    "pack": "folder --out --overwrite --all --quiet",
+    "unpack": "folder --out --overwrite --quiet",
     "sparse-ift": "model --sparsity --out --member --iso --multiple --include --recipe --overwrite --revision "
     "--trust-remote-code --all --json",
     "finalize": "--input --output",

@@ -355,6 +355,7 @@ STREAMED: dict[str, tuple[str, Any, dict[str, Any]]] = {  # name -> model, metho
     "no shared inputs": ("phi3", None, {"quality": "balanced", "reconstruct": {"masks": "move"}}),
     "not calibrated": ("llama", "magnitude", {}),
     "few at a time": ("mixtral", "sparsegpt", FEW_AT_A_TIME),
+    "packed": ("mixtral", "sparsegpt", {"packed": True}),
 }
 
 

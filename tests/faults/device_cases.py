@@ -287,10 +287,12 @@ def test_masks_hold_on_the_device(device):
     mts.verify(model, pattern="2:4")
 
 
-def test_layers_are_packed_for_the_device_that_a_model_is_loaded_to(tmp_path, monkeypatch):
-    """They are packed there while the rest of the model, their biases with it, is still on the CPU."""
+@pytest.mark.parametrize("packed", [False, True])
+def test_layers_are_packed_for_the_device_that_a_model_is_loaded_to(tmp_path, monkeypatch, packed):
+    """They are packed there while the rest of the model, their biases with it, is still on the CPU; from a folder that
+    is packed as well."""
     model = tiny_llama(hidden_size=64, intermediate_size=128, attention_bias=True, mlp_bias=True).to(torch.bfloat16)
-    mts.save(mts.sparsify(model, "magnitude", progress=False), tmp_path / "sparse")
+    mts.save(mts.sparsify(model, "magnitude", progress=False), tmp_path / "sparse", packed=packed)
     backend, eager = installed(monkeypatch), {"attn_implementation": "eager"}
     expected = packed_by(backend, mts.export(mts.load(tmp_path / "sparse", **eager)))
     ids = token_batches(1)[0]

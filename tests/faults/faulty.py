@@ -355,6 +355,14 @@ def _save(model: str, folder: str) -> tuple[int, dict[str, Any]]:
     return 0, {}
 
 
+def _pack(plain: str, folder: str) -> tuple[int, dict[str, Any]]:
+    """Write the packed form of a folder to another."""
+    import modelopt_sparse as mts
+
+    mts.pack(plain, folder, overwrite=True)
+    return 0, {}
+
+
 def _cli(arguments: list[str]) -> tuple[int, dict[str, Any]]:
     from modelopt_sparse.cli.commands import main
 
@@ -405,6 +413,7 @@ DO: dict[str, Callable[..., tuple[int, dict[str, Any]]]] = {
     "stream as rank": _stream_as_rank,
     "small disk": _on_a_small_disk,
     "save": _save,
+    "pack": _pack,
     "cli": _cli,
     "solve": _solve,
 }

@@ -1,0 +1,555 @@
+"""Packed folders: to the bit there and back, read by all that reads folders, refused where they are broken."""
+
+import json
+import shutil
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import modelopt_sparse as mts
+from modelopt_sparse.checkpoint import packed as form
+from modelopt_sparse.checkpoint.folder import DESCRIPTION, MASKS, pack_mask, write_masks
+from modelopt_sparse.checkpoint.packed import PackedFile, pack_files, unpack_files
+from modelopt_sparse.checkpoint.save import add_masks
+from tests.checkpoint.folders import MODELS, WEIGHT, describe, outputs, relist, scrambled, sparse
+from tests.checkpoint.streams import Stopping, batches, streamed
+from tests.checkpoint.streams import saved as dense
+from tests.helpers import TESTBED, assert_bits, assert_same_state, refused, state_of, tiny_llama, token_batches
+from tests.models.expert_models import MODELS as MIXTURES
+
+PACKED = "packed.model.safetensors"
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def pairs(folder: Path, model: nn.Module, **options: Any) -> tuple[Path, Path]:
+    """(what `save` writes of a model, what it writes packed)."""
+    mts.save(model, folder / "plain", **options)
+    mts.save(model, folder / "packed", packed=True, **options)
+    return folder / "plain", folder / "packed"
+
+
+def sparse_mixture(name: str) -> nn.Module:
+    return mts.sparsify(MIXTURES[name](), "magnitude", pattern="2:4", progress=False)
+
+
+@pytest.fixture
+def packed(saved, tmp_path) -> Callable[[str], Path]:
+    """A packed copy of the folder of a sparse model, to be damaged."""
+
+    def folder(name: str) -> Path:
+        mts.pack(saved(name), tmp_path / f"packed-{name}")
+        return tmp_path / f"packed-{name}"
+
+    return folder
+
+
+# there and back -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("name", [*MODELS, "shards", *MIXTURES])
+def test_saved_packed_unpacked(name, tmp_path):
+    """`pack` of what `save` writes is what `save` writes packed, and `unpack` gives the first back, byte for byte."""
+    model = sparse_mixture(name) if name in MIXTURES else sparse("llama" if name == "shards" else name)
+    plain, packed = pairs(tmp_path, model, **({"max_shard_size": "20KB"} if name == "shards" else {}))
+    mts.pack(plain, tmp_path / "again")
+    assert files_of(tmp_path / "again") == files_of(packed)
+    mts.unpack(packed, tmp_path / "unpacked")
+    assert files_of(tmp_path / "unpacked") == files_of(plain)
+    modes = {path.stat().st_mode for folder in ("packed", "unpacked") for path in (tmp_path / folder).iterdir()}
+    assert modes == {(plain / DESCRIPTION).stat().st_mode}
+    assert describe(packed)["format_version"] == 2
+    assert describe(plain)["format_version"] == 1
+    sizes = [sum(path.stat().st_size for path in folder.glob("*model*.safetensors")) for folder in (plain, packed)]
+    assert sizes[1] < sizes[0] or name == "net"  # which has fewer bytes than its header
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_the_bits_of_experts_are_those_of_the_mask_of_their_layer(name, tmp_path):
+    """Where the files hold an expert as matrices of its own, whose rows lie together in the fused weight."""
+    model = sparse_mixture(name)
+    _, packed = pairs(tmp_path, model)
+    with safe_open(packed / PACKED, framework="pt") as file:
+        places = json.loads(file.metadata()["packed"])["places"]
+        assert not [key for key in file.keys() if key.endswith(".bits")]  # noqa: SIM118 - not a mapping
+    masks = describe(packed)["masks"]
+    assert {place[0] for place in places.values()} == set(masks)
+    assert_same_state(mts.load(packed), state_of(model))
+
+
+DTYPES = [
+    *(torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2),
+    *(torch.int8, torch.int64, torch.bool, torch.complex64),
+]
+ODD = (0.0, -0.0, float("nan"), float("inf"), 1.5)
+
+
+@st.composite
+def tensors(draw) -> dict[str, tuple[Tensor, Tensor | None]]:
+    """Name -> (a tensor, a mask that may fit it)."""
+    found = {}
+    for number in range(draw(st.integers(1, 4))):
+        shape = draw(st.lists(st.integers(0, 9), max_size=3))
+        dtype = draw(st.sampled_from(DTYPES))
+        generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+        mask = torch.rand(shape, generator=generator) < draw(st.sampled_from([0, 0.1, 0.5, 1]))
+        values = torch.randn(shape, generator=generator)
+        odd = torch.tensor(ODD)[torch.randint(5, shape, generator=generator)]
+        values = torch.where(torch.rand(shape, generator=generator) < 0.2, odd, values).masked_fill(~mask, 0)
+        if draw(st.booleans()) and values.numel():
+            values.view(-1)[-1] = draw(st.sampled_from(ODD))  # which the mask may not keep
+        values = values.nan_to_num() if dtype in (torch.int8, torch.int64) else values
+        choice = draw(st.sampled_from(["fits", "none", "another"]))
+        masks = {"fits": mask, "none": None, "another": torch.ones(draw(st.integers(0, 99)), dtype=torch.bool)}
+        found[f"layer.{number}.weight"] = values.to(dtype), masks[choice]
+    return found
+
+
+@given(tensors(), st.booleans())
+@settings(max_examples=150, deadline=None)
+def test_any_tensors_come_back_to_the_bit(tmp_path_factory, made, in_place):
+    """Whatever their dtypes, shapes and masks are; -0.0, and values that a mask does not keep, come back as well."""
+    folder = tmp_path_factory.mktemp("made")
+    weights, out = folder / "model.safetensors", folder if in_place else folder / "out"
+    out.mkdir(exist_ok=True)
+    save_file({name: tensor for name, (tensor, _) in made.items()}, weights, metadata={"format": "pt"})
+    write_masks({name: mask for name, (_, mask) in made.items() if mask is not None}, folder / MASKS)
+    original = weights.read_bytes()
+    (path,) = pack_files(folder, [weights.name], out, folder / MASKS)
+    assert weights.exists() != in_place
+    found = PackedFile(path, folder / MASKS)
+    assert set(found.keys()) == set(made)
+    for name, (tensor, _) in made.items():
+        assert_bits(found.get_tensor(name), tensor)
+    if in_place:
+        (folder / "unpacked").mkdir()
+        unpack_files(folder, folder / "unpacked")
+        assert (folder / "unpacked" / "model.safetensors").read_bytes() == original
+
+
+@given(st.integers(1, 40), st.integers(1, 40), st.floats(0, 1), st.integers(0, 2**31))
+@settings(max_examples=60, deadline=None)
+def test_values_are_stored_in_row_major_order(tmp_path_factory, rows, columns, share, seed):
+    """Beside the mask, by a reader of a few lines that takes nothing from the library."""
+    folder, generator = tmp_path_factory.mktemp("made"), torch.Generator().manual_seed(seed)
+    mask = torch.rand(rows, columns, generator=generator) < share
+    weight = torch.randn(rows, columns, generator=generator).masked_fill(~mask, 0)
+    save_file({"w": weight}, folder / "model.safetensors")
+    write_masks({"w": mask}, folder / MASKS)
+    (path,) = pack_files(folder, ["model.safetensors"], folder, folder / MASKS)
+    stored = load_file(path)["w"]
+    assert torch.equal(stored, weight if mask.all() else weight[mask])
+    if not mask.all():
+        bits = np.unpackbits(load_file(folder / MASKS)["w"].numpy(), bitorder="little")[: rows * columns]
+        dense = np.zeros(rows * columns, dtype=np.float32)
+        dense[bits.astype(bool)] = stored.numpy()
+        assert np.array_equal(dense.reshape(rows, columns), weight.numpy())
+
+
+def test_what_would_not_get_smaller_stays_as_it_is(tmp_path):
+    """Dense weights, and those with so few zeros that their bits would take more."""
+    model: Any = tiny_llama()
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.view(-1)[:10] = 0
+    model.save_pretrained(tmp_path / "plain")
+    mts.pack(tmp_path / "plain", tmp_path / "packed")
+    with safe_open(tmp_path / "packed" / PACKED, framework="pt") as file:
+        assert json.loads(file.metadata()["packed"])["places"] == {}
+    assert load_file(tmp_path / "packed" / PACKED).keys() == load_file(tmp_path / "plain/model.safetensors").keys()
+
+
+def test_a_plain_export_is_packed_by_its_zeros(tmp_path):
+    """And comes back as it was, without masks and report, which it never had."""
+    model: Any = mts.export(sparse("llama"))
+    model.save_pretrained(tmp_path / "plain", max_shard_size="20KB")
+    AutoTokenizer.from_pretrained(TESTBED / "tiny-llama").save_pretrained(tmp_path / "plain")
+    mts.pack(tmp_path / "plain", tmp_path / "packed")
+    loaded = mts.load(tmp_path / "packed")
+    assert_same_state(loaded, state_of(model))
+    assert not list(mts.named_masks(loaded))
+    assert_same_state(mts.restore(scrambled("llama"), tmp_path / "packed"), state_of(model))
+    assert len(mts.verify(tmp_path / "packed", "2:4").layers) == 14
+    with pytest.raises(ValueError, match="carries no report"):
+        mts.report(tmp_path / "packed")
+    mts.unpack(tmp_path / "packed", tmp_path / "unpacked")
+    assert files_of(tmp_path / "unpacked") == files_of(tmp_path / "plain")
+
+
+def test_tied_weights_are_stored_once(tmp_path):
+    _, packed = pairs(tmp_path, sparse("net"))
+    assert describe(packed)["aliases"]
+    assert not set(load_file(packed / PACKED)) & set(describe(packed)["aliases"])
+
+
+# reading --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("name", MODELS)
+def test_a_packed_folder_is_read_like_the_plain_one(name, saved, packed):
+    plain, folder = saved(name), packed(name)
+    model = mts.restore(scrambled(name), plain)
+    assert_same_state(mts.restore(scrambled(name), folder), state_of(model))
+    assert mts.report(folder) == mts.report(plain)
+    if name == "net":
+        return
+    loaded = mts.load(folder)
+    assert_same_state(loaded, state_of(mts.load(plain)))
+    assert_bits(outputs(name, loaded), outputs(name, model))
+    assert str(mts.verify(folder)) == str(mts.verify(plain))
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_packed_mixtures_are_read_like_plain_ones(name, tmp_path):
+    model = sparse_mixture(name)
+    plain, folder = pairs(tmp_path, model)
+    assert_same_state(mts.load(folder), state_of(mts.load(plain)))
+    assert_same_state(mts.restore(MIXTURES[name](), folder), state_of(model))
+    assert str(mts.verify(folder)) == str(mts.verify(plain))
+
+
+def test_options_of_load(saved, packed):
+    folder = packed("llama")
+    half = mts.load(folder, dtype=torch.bfloat16, device_map="cpu")
+    assert_same_state(half, state_of(mts.load(saved("llama"), dtype=torch.bfloat16)))
+    eager: Any = mts.load(folder, attn_implementation="eager", use_cache=False)
+    assert (eager.config._attn_implementation, eager.config.use_cache) == ("eager", False)
+    assert eager.name_or_path == eager.config.name_or_path == str(folder)
+    with pytest.raises(ValueError, match="is the folder that the weights come from"):
+        mts.save(eager, folder, overwrite=True)
+
+
+def test_its_generation_config_comes_with_it(tmp_path):
+    model: Any = sparse("llama")
+    model.generation_config.max_new_tokens = 7
+    mts.save(model, tmp_path / "packed", packed=True)
+    loaded: Any = mts.load(tmp_path / "packed")
+    assert loaded.generation_config.max_new_tokens == 7
+
+
+def test_plain_from_pretrained_refuses_it(packed):
+    with pytest.raises(OSError, match=r"no file named model\.safetensors"):
+        AutoModelForCausalLM.from_pretrained(packed("llama"))
+
+
+def test_an_older_reader_refuses_it(packed, monkeypatch):
+    folder = packed("llama")
+    monkeypatch.setattr("modelopt_sparse.checkpoint.folder.FORMAT_VERSION", 1)
+    refused(mts.restore, tiny_llama(), folder, parts=["has format version 2, above 1: update modelopt_sparse"])
+
+
+def test_one_weight_at_a_time_is_unpacked(packed, monkeypatch):
+    """Restored: the tensor before is let go when the next one is unpacked."""
+    folder, alive, most = packed("bfloat16"), [], []
+    unpack = PackedFile.get_tensor
+
+    def watched(self: PackedFile, name: str) -> Tensor:
+        tensor = unpack(self, name)
+        alive[:] = [other for other in alive if other() is not None]
+        alive.append(weakref.ref(tensor))
+        most.append(len(alive))
+        return tensor
+
+    monkeypatch.setattr(PackedFile, "get_tensor", watched)
+    mts.restore(scrambled("bfloat16"), folder)
+    assert len(most) > 20
+    assert max(most) <= 3
+
+
+# over one another, and what is refused --------------------------------------------------------------------------------
+
+
+def test_plain_and_packed_replace_one_another(tmp_path):
+    model = sparse("llama")
+    for packed, kept, gone in ((False, "model", "packed.model"), (True, "packed.model", "model"), (False, "model", "")):
+        mts.save(model, tmp_path / "out", overwrite=True, packed=packed, max_shard_size="20KB")
+        names = [path.name for path in (tmp_path / "out").iterdir()]
+        assert any(name.startswith(f"{kept}-") for name in names)
+        assert f"{kept}.safetensors.index.json" in names
+        assert not any(gone and name.startswith(f"{gone}-") for name in names)
+        assert_same_state(mts.load(tmp_path / "out"), state_of(model))
+
+
+def test_what_is_refused(saved, packed, tmp_path):
+    folder = packed("llama")
+    (tmp_path / "empty").mkdir()
+    for call, place, text in (
+        (mts.pack, folder, "is packed: there is nothing to do"),
+        (mts.unpack, saved("llama"), "is not packed: there is nothing to do"),
+        (mts.pack, tmp_path / "empty", r"holds no sparsity\.json"),
+        (mts.pack, tmp_path / "nowhere", "is not a folder"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            call(place, tmp_path / "out")
+    for call, place in ((mts.pack, saved("llama")), (mts.unpack, folder)):
+        with pytest.raises(ValueError, match="is the folder that the weights come from"):
+            call(place, place, overwrite=True)
+        with pytest.raises(ValueError, match="exists and is not empty"):
+            call(place, folder if call is mts.pack else saved("llama"))
+    with pytest.raises(ValueError, match="is packed by other masks: unpack it"):
+        add_masks(sparse("llama"), folder)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_damaged_folder_is_not_packed(broken, tmp_path):
+    folder = broken("llama")
+    data = bytearray((folder / "model.safetensors").read_bytes())
+    data[-3] ^= 1
+    (folder / "model.safetensors").write_bytes(data)
+    with pytest.raises(ValueError, match=r"is damaged: file 'model.safetensors' has changed since it was saved"):
+        mts.pack(folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_is_left_behind_is_said(saved, tmp_path):
+    shutil.copytree(saved("llama"), tmp_path / "plain")
+    for name in (".env", "pytorch_model.bin", "notes.txt"):
+        (tmp_path / "plain" / name).write_text("x")
+    notes = mts.pack(tmp_path / "plain", tmp_path / "packed")
+    assert "left behind: .env (hidden), pytorch_model.bin (weights of another format)" in notes
+    assert (tmp_path / "packed" / "notes.txt").exists()
+    assert not (tmp_path / "packed" / "pytorch_model.bin").exists()
+
+
+# broken ---------------------------------------------------------------------------------------------------------------
+
+Change = Callable[[dict[str, Tensor], dict[str, Any]], Any]
+
+
+def edit(folder: Path, change: Change) -> None:
+    """Change tensors and metadata of a packed file, with a description that agrees."""
+    with safe_open(folder / PACKED, framework="pt") as file:
+        facts = json.loads(file.metadata()["packed"])
+    stored = {name: tensor.clone() for name, tensor in load_file(folder / PACKED).items()}
+    change(stored, facts)
+    save_file(stored, folder / PACKED, metadata={"packed": json.dumps(facts)})
+    relist(folder, PACKED)
+
+
+def in_header(change: Callable[[dict[str, Any]], Any]) -> Change:
+    """A change of the plain file's header."""
+
+    def changed(_: dict[str, Tensor], facts: dict[str, Any]) -> None:
+        header = json.loads(facts["header"])
+        change(header)
+        facts["header"] = json.dumps(header)
+
+    return changed
+
+
+def place(value: Any) -> Change:
+    """Another place of the bits of a weight."""
+    return lambda _, facts: facts["places"].update({WEIGHT: value})
+
+
+def shape(value: Any) -> Change:
+    return in_header(lambda header: header[WEIGHT].update(shape=value))
+
+
+BROKEN: dict[str, tuple[Change, str]] = {
+    "a value less": (lambda x, _: x.update({WEIGHT: x[WEIGHT][1:].clone()}), "has 511 values for 512 bits in 1024 p"),
+    "a value more": (lambda x, _: x.update({WEIGHT: x[WEIGHT].repeat(2)[:513].clone()}), "has 513 values for 512"),
+    "values in rows": (lambda x, _: x.update({WEIGHT: x[WEIGHT].view(2, -1)}), "does not hold values and bits for 10"),
+    "no weight": (lambda x, _: x.pop(WEIGHT), f"'{WEIGHT}' is missing"),
+    "one that nobody knows": (lambda x, _: x.update(more=torch.ones(2)), "'more' has no place"),
+    "no metadata": (lambda _, facts: facts.clear(), "its metadata is not that of a packed file"),
+    "a header of no JSON": (lambda _, facts: facts.update(header="{"), "its metadata is not that of a packed file"),
+    "a deep header": (lambda _, facts: facts.update(header="[" * 99_999), "its metadata is not that of a packed file"),
+    "a list": (lambda _, facts: facts.update(header="[]"), "its metadata is not that of a packed file"),
+    "places that are a list": (lambda _, facts: facts.update(places=[]), "its metadata is not that of a packed"),
+    "bits elsewhere": (place(["nowhere", 0]), "the bits of 'model.layers.0.self_attn.q_proj.weight' cannot be read"),
+    "bits beside it": (place(None), "the bits of 'model.layers.0.self_attn.q_proj.weight' cannot be read"),
+    "bits behind the end": (place([WEIGHT, 99]), "does not hold values and bits for 1024 places"),
+    "bits before the beginning": (place([WEIGHT, -1]), "does not hold values and bits for 1024 places"),
+    "bits at a word": (place([WEIGHT, "1"]), "its metadata is not that of a packed file"),
+    "bits far away": (place([WEIGHT, 2**70]), "does not hold values and bits for 1024 places"),
+    "a larger shape": (shape([32, 40]), "does not hold values and bits for 1280 places"),
+    "a huge shape": (shape([2**40, 2**40]), f"does not hold values and bits for {2**80} places"),
+    "a shape below zero": (shape([-32, -32]), "its metadata is not that of a packed file"),
+    "a shape of words": (shape("wide"), "its metadata is not that of a packed file"),
+    "a dtype of words": (in_header(lambda header: header.update({WEIGHT: "F32"})), "its metadata is not that of a pa"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_file_is_refused_before_anything_is_changed(case, packed, tmp_path, monkeypatch):
+    """By all that reads it, and nothing is unpacked, so that no header asks for memory."""
+    folder, (change, text) = packed("llama"), BROKEN[case]
+    edit(folder, change)
+    monkeypatch.setattr(form.torch, "zeros", None)
+    refused(mts.restore, tiny_llama(), folder, parts=[text])
+    for read in (mts.load, mts.verify, lambda folder: mts.unpack(folder, tmp_path / "out")):
+        with pytest.raises(ValueError, match=r"packed\.model\.safetensors' cannot be unpacked: .*: get it again"):
+            read(folder)
+    assert not (tmp_path / "out").exists()
+
+
+def test_bits_of_another_mask_are_refused(packed, tmp_path):
+    """As many, and of the same pattern: the mask of the weight tells, and the hash of the plain file."""
+    folder = packed("llama")
+    edit(folder, place(["model.layers.0.mlp.up_proj.weight", 1]))
+    refused(mts.restore, tiny_llama(), folder, parts=[f"weight '{WEIGHT}' is not zero in "])
+    for read, text in ((mts.load, "is not zero in"), (lambda x: mts.unpack(x, tmp_path / "out"), "is not the file")):
+        with pytest.raises(ValueError, match=text):
+            read(folder)
+
+
+def test_all_problems_stand_in_one_error(packed):
+    folder = packed("llama")
+    other = WEIGHT.replace("q_proj", "k_proj")
+    edit(folder, lambda x, _: (x.pop(WEIGHT), x.update({other: x[other][1:].clone()}), x.update(more=torch.ones(2))))
+    parts = [f"'{WEIGHT}' is missing", "'more' has no place", f"'{other}' has 255 values for 256 bits"]
+    refused(mts.restore, tiny_llama(), folder, parts=parts)
+
+
+def test_all_shards_that_are_broken_stand_in_one_error(tmp_path):
+    mts.save(sparse("llama"), tmp_path / "packed", packed=True, max_shard_size="20KB")
+    paths = sorted((tmp_path / "packed").glob("packed.model-*.safetensors"))[1:3]
+    for path in paths:
+        path.write_bytes(path.read_bytes()[:-9])
+        relist(tmp_path / "packed", path.name)
+    refused(mts.restore, tiny_llama(), tmp_path / "packed", parts=[path.name for path in paths])
+
+
+@pytest.mark.parametrize("masks", ["too long", "too short", "one bit more", "not listed"])
+def test_masks_that_do_not_fit_are_refused(packed, masks):
+    folder = packed("llama")
+    found = load_file(folder / MASKS)
+    if masks == "too long":
+        found[WEIGHT] = torch.cat([found[WEIGHT], found[WEIGHT][:1]])
+    elif masks == "too short":
+        found[WEIGHT] = found[WEIGHT][1:].clone()
+    elif masks == "one bit more":
+        found[WEIGHT] = pack_mask(torch.ones(1024, dtype=torch.bool))
+    else:
+        del found[WEIGHT]
+    save_file(found, folder / MASKS)
+    relist(folder, MASKS)
+    message = refused(mts.restore, tiny_llama(), folder, parts=[WEIGHT])
+    assert "mask" in message
+    with pytest.raises(ValueError, match=WEIGHT):
+        mts.load(folder)
+
+
+def test_a_value_that_is_not_pruned_may_be_zero(tmp_path):
+    """Also -0.0; it stays, and the mask keeps it."""
+    model = sparse("llama")
+    mask = dict(mts.named_masks(model))[WEIGHT]
+    with torch.no_grad():
+        first, second = mask.nonzero()[:2].tolist()
+        model.get_parameter(WEIGHT)[tuple(first)] = 0.0
+        model.get_parameter(WEIGHT)[tuple(second)] = -0.0
+    _, packed = pairs(tmp_path, model)
+    assert len(load_file(packed / PACKED)[WEIGHT]) == int(mask.sum())
+    assert_same_state(mts.load(packed), state_of(model))
+
+
+def test_a_file_of_other_values_does_not_unpack(packed, tmp_path):
+    """Its counts are right, and its description agrees: the hash of the plain file tells."""
+    folder = packed("llama")
+    edit(folder, lambda x, _: x.update({WEIGHT: x[WEIGHT] + 1}))
+    with pytest.raises(ValueError, match=r"'model\.safetensors' is not the file that was packed"):
+        mts.unpack(folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", [PACKED, MASKS])
+@pytest.mark.parametrize("where", [0.03, 0.5, 0.97])
+def test_a_flipped_bit(packed, name, where):
+    folder = packed("llama")
+    content = bytearray((folder / name).read_bytes())
+    content[int(len(content) * where)] ^= 1
+    (folder / name).write_bytes(content)
+    refused(mts.restore, tiny_llama(), folder, parts=[f"file '{name}' has changed since it was saved"])
+
+
+def test_plain_weights_beside_packed_ones_are_refused(packed, saved):
+    folder = packed("llama")
+    shutil.copy(saved("llama") / "model.safetensors", folder)
+    refused(mts.restore, tiny_llama(), folder, parts=["weight file 'model.safetensors' does not belong to the folder"])
+
+
+# streaming ------------------------------------------------------------------------------------------------------------
+
+
+def as_packed(plain: Path, folder: Path) -> dict[str, bytes]:
+    """The files of a packed copy, but for the description, which tells times."""
+    mts.pack(plain, folder)
+    return {name: content for name, content in files_of(folder).items() if name != DESCRIPTION}
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_streaming_writes_packed_folders(name, tmp_path):
+    """What `pack` makes of the plain target; and `unpack` gives that."""
+    make = tiny_llama if name == "llama" else MIXTURES[name]
+    source = dense(tmp_path / "dense", make)
+    data = {"data_loader": batches(), "min_tokens": 1} if name == "llama" else {}
+    method = "wanda" if name == "llama" else "magnitude"
+    streamed(source, tmp_path / "plain", method, **data)
+    streamed(source, tmp_path / "packed", method, packed=True, **data)
+    found = {name: content for name, content in files_of(tmp_path / "packed").items() if name != DESCRIPTION}
+    assert found == as_packed(tmp_path / "plain", tmp_path / "again")
+    mts.unpack(tmp_path / "packed", tmp_path / "unpacked")
+    plain, unpacked = files_of(tmp_path / "plain"), files_of(tmp_path / "unpacked")
+    assert {**plain, DESCRIPTION: b""} == {**unpacked, DESCRIPTION: b""}
+    assert describe(tmp_path / "plain")["files"] == describe(tmp_path / "unpacked")["files"]
+
+
+def test_a_stopped_run_goes_on_packed(tmp_path):
+    """Its blocks are packed already; started without packed it is refused."""
+    source = dense(tmp_path / "dense", lambda: tiny_llama(num_hidden_layers=3))
+    options: dict[str, Any] = {"data_loader": token_batches(3), "progress": False}
+    with pytest.raises(KeyboardInterrupt):
+        mts.sparsify_checkpoint(source, tmp_path / "sparse", Stopping(10), packed=True, **options)
+    (shard,) = (tmp_path / "sparse.partial" / "folder").iterdir()
+    assert shard.name == "packed.model-00002-of-00004.safetensors"
+    with pytest.raises(ValueError, match="packed: True there, None now"):
+        mts.sparsify_checkpoint(source, tmp_path / "sparse", Stopping(0), **options)
+    report = mts.sparsify_checkpoint(source, tmp_path / "sparse", Stopping(0), packed=True, **options)
+    assert report.notes == ["1 of 3 blocks were reused from a stopped run"]
+    mts.sparsify_checkpoint(source, tmp_path / "plain", Stopping(0), **options)
+    found = {name: content for name, content in files_of(tmp_path / "sparse").items() if name != DESCRIPTION}
+    assert found == as_packed(tmp_path / "plain", tmp_path / "again")
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_a_packed_folder_is_a_source_of_streaming(name, tmp_path):
+    source = dense(tmp_path / "dense", tiny_llama if name == "llama" else MIXTURES[name], max_shard_size="30KB")
+    weights = {path: load_file(path) for path in source.glob("model-*")}
+    for path, tensors_in in weights.items():  # many zeros, so that something is packed
+        pruned = {x: y.masked_fill(y.abs() < y.abs().mean(), 0) if y.dim() > 1 else y for x, y in tensors_in.items()}
+        save_file(pruned, path, metadata={"format": "pt"})
+    mts.pack(source, tmp_path / "packed")
+    data = {"data_loader": batches()} if name == "llama" else {}
+    for folder in (source, tmp_path / "packed"):
+        streamed(folder, tmp_path / f"of-{folder.name}", "wanda" if data else "magnitude", **data)
+    found, expected = (files_of(tmp_path / name) for name in ("of-packed", "of-dense"))
+    assert {**found, DESCRIPTION: b""} == {**expected, DESCRIPTION: b""}
+    smaller = {"mlp": 0.25, "data_loader": token_batches(2), "progress": False}
+    if name == "llama":
+        for folder in (source, tmp_path / "packed"):
+            mts.shrink_checkpoint(folder, tmp_path / f"smaller-{folder.name}", **smaller)
+        assert_same_state(mts.load(tmp_path / "smaller-packed"), state_of(mts.load(tmp_path / "smaller-dense")))
+
+
+def test_masks_of_a_packed_source_are_dropped_only_when_asked(saved, packed, tmp_path):
+    folder = packed("llama")
+    with pytest.raises(ValueError, match="holds 14 masks, which streaming does not read"):
+        streamed(folder, tmp_path / "out", "magnitude", pattern="1:4")
+    streamed(folder, tmp_path / "out", "magnitude", pattern="1:4", replace=True)
+    streamed(saved("llama"), tmp_path / "plain", "magnitude", pattern="1:4", replace=True)
+    assert_same_state(mts.load(tmp_path / "out"), state_of(mts.load(tmp_path / "plain")))
