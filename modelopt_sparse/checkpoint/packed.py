@@ -231,7 +231,7 @@ def _places_in(masks: Path, tensors: Mapping[str, Mapping[str, Any]]) -> dict[by
     numbers = {math.prod(entry["shape"]) for entry in tensors.values() if len(entry["shape"]) > 1}
     places: dict[bytes, tuple[str, int]] = {}
     with safe_open(masks, framework="pt") as opened:
-        for mask in set(opened.keys()) - tensors.keys():
+        for mask in sorted(set(opened.keys()) - tensors.keys()):
             bits = opened.get_tensor(mask)
             for size in {number // 8 for number in numbers if number and number % 8 == 0}:
                 if len(bits) % size == 0 and size >= LEAST * len(bits):

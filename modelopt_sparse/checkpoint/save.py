@@ -6,6 +6,7 @@ import shutil
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -157,9 +158,9 @@ def _copy(folder: Path, out: str | Path, overwrite: bool, *, packed: bool) -> li
     """Write a plain copy of a folder that is ``packed``, a packed one of a plain folder. Returns notes of what lies
     beside the weights."""
     place = checked_place(out, overwrite=overwrite, sources=[folder])
+    description = None
     if (folder / DESCRIPTION).is_file() or not (folder / "config.json").is_file():
-        if damaged := damaged_files(folder, read_description(folder)):
-            _refuse(f"{str(folder)!r} is damaged", [*damaged.values()])
+        description = read_description(folder)
         contents = json.loads((folder / DESCRIPTION).read_text(encoding="utf-8"))
     else:
         names = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("architectures") or [""]
@@ -167,7 +168,8 @@ def _copy(folder: Path, out: str | Path, overwrite: bool, *, packed: bool) -> li
     if is_packed(folder) != packed:
         raise ValueError(f"{str(folder)!r} is {'not ' * packed}packed: there is nothing to do")
     weight_reader(folder)  # the files are whole
-    with staged(place, overwrite=overwrite) as staging:
+    with staged(place, overwrite=overwrite) as staging, ThreadPoolExecutor(1) as pool:
+        damaged = pool.submit(damaged_files, folder, description) if description else None  # hashes meanwhile
         notes = copy_companions(folder, staging)
         if "plain" not in contents:
             shutil.copyfile(folder / MASKS, staging / MASKS)
@@ -179,6 +181,7 @@ def _copy(folder: Path, out: str | Path, overwrite: bool, *, packed: bool) -> li
             pack_files(folder, weight_files(folder), staging, staging / MASKS, contents["files"])
         if not packed or "plain" not in contents:
             write_sealed(staging, contents)
+        _refuse(f"{str(folder)!r} is damaged", [*damaged.result().values()] if damaged else [])
     return notes
 
 
