@@ -129,6 +129,9 @@ def test_forwards_are_masked(hook):
     assert torch.equal(model(ids).logits, expected)
     write_under_masks(model)
     assert torch.equal(model(ids).logits, expected)
+    write_under_masks(model)
+    with torch.enable_grad():
+        assert torch.equal(model(ids).logits.detach(), expected)
     remove_hook_from_module(model, recurse=True)
     assert torch.equal(model(ids).logits, expected)
     write_under_masks(model)
