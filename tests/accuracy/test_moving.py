@@ -138,8 +138,8 @@ def test_how_weights_and_gradients_lie_in_memory_changes_no_step():
 
 @pytest.mark.parametrize("enforce", [True, False])
 def test_masks_move_and_hold_their_pattern(enforce):
-    options = {"enforce": enforce, "data_loader": token_batches(BATCHES) * 3, "reconstruct": {**MOVE, "epochs": 8}}
-    frozen = sparsified(**{**options, "reconstruct": 8})
+    options = {"enforce": enforce, "data_loader": token_batches(BATCHES), "reconstruct": {**MOVE, "epochs": 4}}
+    frozen = sparsified(**{**options, "reconstruct": 4})
     model = sparsified(**options)
     mts.verify(model, "2:4")
     kept, others = ({n: p != 0 for n, p in each.named_parameters() if "proj" in n} for each in (model, frozen))
@@ -167,8 +167,8 @@ def test_a_rerun_has_the_same_bits():
 
 @pytest.mark.parametrize("pattern", [mts.Unstructured(0.6, "row"), mts.Unstructured(0.6, "matrix")])
 def test_unstructured_masks_move_and_hold_their_level(pattern):
-    options = {"pattern": pattern, "data_loader": token_batches(BATCHES) * 3}
-    model, frozen = sparsified(reconstruct={**MOVE, "epochs": 8}, **options), sparsified(reconstruct=8, **options)
+    options = {"pattern": pattern, "data_loader": token_batches(BATCHES)}
+    model, frozen = sparsified(reconstruct={**MOVE, "epochs": 4}, **options), sparsified(reconstruct=4, **options)
     mts.verify(model, pattern)
     others = dict(mts.named_masks(frozen))
     assert any(not torch.equal(mask, others[name]) for name, mask in mts.named_masks(model))
