@@ -197,7 +197,7 @@ def draw_picture(points: dict[Row, list[float]], file: Path) -> None:
         taken.append(places[0][-1])
         for _, _, text, _ in places[1:]:
             text.remove()
-    axes.legend()
+    axes.legend(loc="lower left")  # no tool is there: quick and exact
     figure.savefig(file)
 
 
