@@ -321,7 +321,12 @@ def test_the_benchmark_of_budgets_prints_a_table():
 
 @pytest.mark.parametrize(
     ("script", "option"),
-    [("accuracy.py", "--heldout-windows"), ("cpu_speed.py", "--heldout-windows"), ("accuracy_vit.py", "--seeds")],
+    [
+        ("accuracy.py", "--heldout-windows"),
+        ("cpu_speed.py", "--heldout-windows"),
+        ("accuracy_vit.py", "--seeds"),
+        ("public_model.py", "--draws"),
+    ],
 )
 def test_benchmarks_start(script, option):
     """They take the others' environments or long to run; the options show that they and what they import are whole."""

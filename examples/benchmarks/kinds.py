@@ -47,7 +47,7 @@ from transformers import (
 import modelopt_sparse as mts
 
 TESTBED = Path(__file__).parents[1] / "testbed"
-PACKAGES = {"antiberty": "0.1.3", "anarci": "2026.2.13.2"}
+PACKAGES = {"antiberty": "0.1.3", "anarci": "2026.2.13.2", "torch_pruning": "1.6.1"}
 FROZEN, MOVE = ({"epochs": 4, "masks": masks} for masks in ("frozen", "move"))
 RUNS: dict[str, dict] = {
     "sparsegpt": {"method": "sparsegpt"},
@@ -99,7 +99,7 @@ def package(name: str, work: Path) -> Path:
     return folder
 
 
-def encoder(work: Path, _: float) -> nn.Module:
+def encoder(work: Path, _: float) -> PreTrainedModel:
     folder = package("antiberty", work) / "trained_models/AntiBERTy_md_smooth"
     settings = json.loads((folder / "config.json").read_text())
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -110,8 +110,9 @@ def encoder(work: Path, _: float) -> nn.Module:
     return model.eval()
 
 
-def sequences(count: int, seed: int, *, held_out: bool, work: Path) -> Rows:
-    """V and J genes with a random loop between them, 5 % of the residues changed and 15 % masked."""
+def sequences(count: int, seed: int, *, held_out: bool, work: Path, masked: float = 0.15) -> Rows:
+    """V and J genes with a random loop between them, 5 % of the residues changed and a share of them masked. The same
+    seed gives the same residues whatever that share."""
     source = (package("anarci", work) / "germlines.py").read_text()
     genes = next(ast.literal_eval(node.value) for node in ast.parse(source).body if isinstance(node, ast.Assign))
     lines = (package("antiberty", work) / "trained_models/vocab.txt").read_text().split()
@@ -131,7 +132,7 @@ def sequences(count: int, seed: int, *, held_out: bool, work: Path) -> Rows:
         middle = "".join(draw.choices(residues, k=draw.randint(*loop)))
         text = draw.choice(v).replace("-", "") + middle + draw.choice(j).replace("-", "")
         text = [draw.choice(residues) if draw.random() < 0.05 else residue for residue in text][: length - 2]
-        inside = [tokens["[MASK]"] if draw.random() < 0.15 else tokens[residue] for residue in text]
+        inside = [tokens["[MASK]"] if draw.random() < masked else tokens[residue] for residue in text]
         ids[row, : len(inside) + 2] = torch.tensor([tokens["[CLS]"], *inside, tokens["[SEP]"]])
     return {"input_ids": ids, "attention_mask": (ids != 0).long()}
 

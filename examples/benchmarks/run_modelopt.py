@@ -7,7 +7,8 @@ import worker
 def sparsify(model, batches, options):
     config = {"data_loader": batches, "collect_func": lambda batch: batch}
     config = config if options.method == "sparsegpt" else {}  # sparse_magnitude takes no data
-    model = mts.sparsify(model, options.method, {**config, "pattern": f"{options.pattern} sparsity"})
+    rules = {"nn.Linear": {"*": {}, f"*{options.skip}*": None}}  # its default is to skip lm_head
+    model = mts.sparsify(model, [(options.method, rules)], {**config, "pattern": f"{options.pattern} sparsity"})
     return mts.export(model)  # until then state_dict() has the dense weights
 
 

@@ -113,7 +113,7 @@ def torch_pruning(model: Any, share: float, *, mlp_alone: bool) -> None:
     counts = {"q_proj": config.num_attention_heads, "k_proj": getattr(config, "num_key_value_heads", 0)}
     counts["v_proj"] = counts["k_proj"]
     heads = {each: counts[end] for name, each in linears.items() if (end := name.rpartition(".")[2]) in counts}
-    of_mlp = ("gate_proj", "up_proj", "fc1")
+    of_mlp = ("gate_proj", "up_proj", "fc1", "intermediate.dense")
     rest = [each for name, each in linears.items() if not name.endswith(of_mlp)]
     more: dict[str, Any] = {"ignored_layers": rest if mlp_alone else [model.lm_head]}
     if not mlp_alone:

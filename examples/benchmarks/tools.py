@@ -6,7 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ TITLES = {
     "llmcompressor": "llm-compressor",
     "compressed_tensors": "compressed-tensors",
     "torchao": "torchao",
+    "torch_pruning": "Torch-Pruning",
 }
 HERE_TOO = ("ours", "compressed_tensors")  # tools of the environment that runs this
 
@@ -42,12 +43,15 @@ class Tools:
     def __init__(self, work: Path, threads: int) -> None:
         self.work, self.threads = work, threads
 
-    def run(self, tool: str, model: Path, windows: Tensor, place: Path, *arguments: str) -> dict[str, Any]:
-        """What a run on calibration windows [n, seq_len] cost. Its folder and log are in ``place``. Raises Failed."""
+    def run(
+        self, tool: str, model: Path, windows: Tensor | Mapping[str, Tensor], place: Path, *arguments: str
+    ) -> dict[str, Any]:
+        """What a run on calibration windows [n, seq_len], or on all inputs by name, cost. Its folder and log are in
+        ``place``. Raises Failed."""
         shutil.rmtree(place, ignore_errors=True)
         place.mkdir(parents=True)
         data = place / "windows"
-        save_file({"windows": windows.contiguous()}, data)
+        save_file({"windows": windows.contiguous()} if isinstance(windows, Tensor) else dict(windows), data)
         self._call(tool, f"run_{tool}.py", place, model, data, place, "--threads", self.threads, *arguments)
         return json.loads((place / "cost.json").read_text(encoding="utf-8"))
 

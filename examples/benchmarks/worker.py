@@ -8,41 +8,46 @@ import importlib.metadata
 import json
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
-BATCH_SIZE = 8
 LIBRARIES = (  # those that take part in the computation; reported if installed
     *("modelopt-sparse", "nvidia-modelopt", "llmcompressor", "compressed-tensors", "torch", "transformers"),
     *("accelerate", "tokenizers", "safetensors", "numpy"),
 )
 
-Sparsify = Callable[[nn.Module, Sequence[Tensor], argparse.Namespace], nn.Module]
+Batch = Tensor | Mapping[str, Tensor]  # token ids, or what the model is called with, by name
+Sparsify = Callable[[nn.Module, Sequence[Batch], argparse.Namespace], nn.Module]
 
 
 def main(sparsify: Sparsify) -> None:
     """``sparsify(model, batches, options)`` gives a plain model with zeros; without --method it is left out."""
     parser = argparse.ArgumentParser()
     parser.add_argument("model", type=Path, help="Hugging Face folder of the dense model")
-    parser.add_argument("windows", type=Path, help="safetensors file: calibration windows [n, seq_len] as 'windows'")
+    parser.add_argument("windows", type=Path, help="safetensors file: token ids [n, seq_len] as 'windows', or inputs")
     parser.add_argument("out", type=Path, help="folder to write")
     parser.add_argument("--method", help="without it the process only loads its libraries, the model and the windows")
     parser.add_argument("--pattern", help="N:M with N kept, or a pruned percentage such as 50%%")
     parser.add_argument("--masks-of", type=Path, metavar="FOLDER", help="keep what is nonzero in this sparse model")
     parser.add_argument("--autocast", help="modelopt_sparse only: the precision that blocks run in")
     parser.add_argument("--sequential", default="block", help="modelopt_sparse only: what is sparse before a layer")
+    parser.add_argument("--batch", type=int, default=8, help="calibration windows in a batch")
+    parser.add_argument("--skip", default="lm_head", help="peers only: layers whose name has this in it stay dense")
     parser.add_argument("--threads", type=int, required=True)
     options = parser.parse_args()
 
     torch.set_num_threads(options.threads)
-    model: Any = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
-    batches = load_file(options.windows)["windows"].split(BATCH_SIZE)
+    architectures = AutoConfig.from_pretrained(options.model).architectures or [""]
+    model_class: Any = getattr(transformers, architectures[0], AutoModelForCausalLM)
+    model: Any = model_class.from_pretrained(options.model, dtype=torch.float32)
+    batches = in_batches(load_file(options.windows), options.batch)
     began, began_cpu = time.perf_counter(), time.process_time()
     if options.method is not None:
         model = sparsify(model, batches, options)
@@ -56,6 +61,13 @@ def main(sparsify: Sparsify) -> None:
     if options.method is not None:
         model.save_pretrained(options.out)
     (options.out / "cost.json").write_text(json.dumps(cost), encoding="utf-8")
+
+
+def in_batches(inputs: Mapping[str, Tensor], size: int) -> Sequence[Batch]:
+    if "windows" in inputs:
+        return inputs["windows"].split(size)
+    parts = {name: x.split(size) for name, x in inputs.items()}
+    return [dict(zip(parts, batch, strict=True)) for batch in zip(*parts.values(), strict=True)]
 
 
 def peak_mib() -> float:
