@@ -302,17 +302,6 @@ ALLOWED = {
     ("training/algorithms.py", "other"): "a public parameter of Group.extend",
     ("training/iso_flop/transform.py", "other"): "a public field of IsoPlan, and a key of its JSON",
 }
-# files of which some names are riddles still
-UNNAMED = {
-    "checkpoint/folder.py": {"each", "other"},
-    "checkpoint/save.py": {"each", "how", "other", "said", "what"},
-    "checkpoint/stream.py": {"each", "how", "more", "said", "what"},
-    "checkpoint/streamed.py": {"own"},
-    "checkpoint/verify.py": {"each", "said", "what"},
-    "checkpoint/workfolder.py": {"there"},
-    "cli/commands.py": {"each", "more", "own"},
-    "cli/inputs.py": {"what"},
-}
 
 
 def test_no_parameter_field_or_local_is_a_riddle():
@@ -325,8 +314,7 @@ def test_no_parameter_field_or_local_is_a_riddle():
                 names.add((name, node.id))
             elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
                 names.add((name, node.attr))
-    riddles = {(file, name) for file, name in names if name in RIDDLES and name not in UNNAMED.get(file, ())}
-    assert riddles == set(ALLOWED)
+    assert {(file, name) for file, name in names if name in RIDDLES} == set(ALLOWED)
 
 
 def test_one_file_knows_how_accelerate_leaves_its_hooks():

@@ -308,7 +308,7 @@ def read_description(folder: str | Path) -> Description:
         return Description(
             model_class=str(data["model_class"]),
             masks={name: (shape_of(mask["shape"]), int(mask["kept"])) for name, mask in data["masks"].items()},
-            aliases={name: str(other) for name, other in data["aliases"].items()},
+            aliases={name: str(shared_name) for name, shared_name in data["aliases"].items()},
             files={name: (int(file["size"]), str(file["sha256"])) for name, file in data["files"].items()},
             report=None if data["report"] is None else Report.from_dict(data["report"]),
         )
@@ -329,7 +329,7 @@ def _printable(value: Any) -> Any:
     if isinstance(value, str):
         return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in value)
     if isinstance(value, dict):
-        return {_printable(key): _printable(each) for key, each in value.items()}
+        return {_printable(key): _printable(entry) for key, entry in value.items()}
     return [*map(_printable, value)] if isinstance(value, list) else value
 
 
@@ -530,7 +530,7 @@ def copy_companions(source: Path, folder: Path) -> list[str]:
     homes = [place, *([place.parents[1] / "blobs"] if place.parent.name == "snapshots" else [])]  # of the hub's cache
     templates = source / CHAT_TEMPLATE_DIR  # of a tokenizer with several
     copied, left = [], []
-    for path in sorted(each for parent in (source, templates) if parent.is_dir() for each in parent.iterdir()):
+    for path in sorted(child for parent in (source, templates) if parent.is_dir() for child in parent.iterdir()):
         name = str(path.relative_to(source))
         if (folder / name).exists() or path == templates:
             continue
@@ -547,5 +547,5 @@ def copy_companions(source: Path, folder: Path) -> list[str]:
             (folder / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(path, folder / name)
             copied.append(name)
-    said = {"copied from the source": copied, "left behind": left}
-    return [f"{what}: {', '.join(names)}" for what, names in said.items() if names]
+    handled = {"copied from the source": copied, "left behind": left}
+    return [f"{verb}: {', '.join(names)}" for verb, names in handled.items() if names]

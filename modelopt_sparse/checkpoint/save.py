@@ -120,8 +120,10 @@ def save(
             unique = {name: x.clone() if homes[x.untyped_storage().data_ptr()] > 1 else x for name, x in unique.items()}
             save_file(unique, staging / WEIGHTS, metadata={"format": "pt"})
             if callable(getattr(model, "save_config", None)):  # diffusers' classes
-                how = "mts.restore does, and mts.export(model).save_pretrained(folder) writes one for it, without masks"
-                warnings.warn(f"{type(model).__name__}.from_pretrained does not read this folder: {how}", stacklevel=2)
+                hint = (
+                    "mts.restore does, and mts.export(model).save_pretrained(folder) writes one for it, without masks"
+                )
+                warnings.warn(f"{type(model).__name__}.from_pretrained does not read this folder: {hint}", stacklevel=2)
         for companion in companions:
             companion.save_pretrained(staging)
         _write_masks_and_report(model, staging, aliases, packed=packed)
@@ -196,7 +198,7 @@ def add_masks(model: nn.Module, folder: str | Path) -> None:
         raise ValueError(f"{str(folder)!r} is packed by other masks: unpack it, or save the model to another folder")
     names, _ = weight_reader(folder)
     (folder / DESCRIPTION).unlink(missing_ok=True)
-    aliases = {name: other for name, other in _tied(_state(model)).items() if name not in names}
+    aliases = {name: shared_name for name, shared_name in _tied(_state(model)).items() if name not in names}
     _write_masks_and_report(model, folder, aliases)
 
 
@@ -324,8 +326,8 @@ def load(folder: str | Path, *, semi_structured: bool | Mapping[str, Any] = Fals
     remote = {key: options[key] for key in ("revision", "trust_remote_code") if key in options}
     architecture = model_class(AutoConfig.from_pretrained(folder, **remote), folder)
     model, info = loaded(architecture, folder, **options)
-    said = rewritten(info["unexpected_keys"], info["missing_keys"])
-    problems += [said] if said else unloaded(info)
+    problem = rewritten(info["unexpected_keys"], info["missing_keys"])
+    problems += [problem] if problem else unloaded(info)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name, mask in masks.items():
         if name not in parameters or parameters[name].shape != mask.shape:
@@ -407,7 +409,7 @@ def _without_mask(model: nn.Module, entry: LayerReport, layer: Layer | None, *, 
 
 def _changed(entry: LayerReport, note: str, **facts: Any) -> LayerReport:
     """The row of a layer that has another mask since, or none, with a note that says so."""
-    notes = [each for each in entry.notes if not each.startswith((REPLACED, UNMASKED))]
+    notes = [note for note in entry.notes if not note.startswith((REPLACED, UNMASKED))]
     return replace(entry, **facts, error=None, steps=[], notes=[*notes, note])
 
 
@@ -453,23 +455,21 @@ def _fill(
             continue
         stored_as, tensor = next(iter(alike.items()))
         filled.append((values, stored_as))
-        for name, other in alike.items():
-            if other.shape != values.shape:
-                problems.append(f"{name!r} has shape {list(other.shape)} there and {list(values.shape)} in the model")
-            elif other.dtype != values.dtype:
-                fault = (
-                    f"{other.dtype} there and {values.dtype} in the model: convert it first, model.to({other.dtype})"
-                )
+        for name, in_file in alike.items():
+            if in_file.shape != values.shape:
+                problems.append(f"{name!r} has shape {list(in_file.shape)} there and {list(values.shape)} in the model")
+            elif in_file.dtype != values.dtype:
+                fault = f"{in_file.dtype} there and {values.dtype} in the model: convert it first, model.to({in_file.dtype})"
                 shared[fault].append(repr(name))
-            elif other is not tensor and not torch.equal(other, tensor):
+            elif in_file is not tensor and not torch.equal(in_file, tensor):
                 problems.append(f"{name!r} and {names[0]!r} are one tensor in the model and differ there")
-            elif name in masks and masks[name].shape != other.shape:
-                problems.append(f"mask {name!r} has shape {list(masks[name].shape)}, its weight {list(other.shape)}")
+            elif name in masks and masks[name].shape != in_file.shape:
+                problems.append(f"mask {name!r} has shape {list(masks[name].shape)}, its weight {list(in_file.shape)}")
             elif name in masks:
-                problems += _breaches(name, other, masks[name])
+                problems += _breaches(name, in_file, masks[name])
     for fault, names in shared.items():
-        what, _, advice = fault.partition(": ")
-        problems.append(f"{what}: {first_few(names, 1)}; {advice}")
+        reason, _, advice = fault.partition(": ")
+        problems.append(f"{reason}: {first_few(names, 1)}; {advice}")
     return filled
 
 
@@ -491,8 +491,8 @@ def _reader(
     except ValueError as error:
         problems.append(str(error))
         return None
-    if said := rewritten(names, (name for alike in known for name in alike)):
-        problems[:] = [said]  # the reason of all others
+    if problem := rewritten(names, (name for alike in known for name in alike)):
+        problems[:] = [problem]  # the reason of all others
         return None
     same_class = description.model_class == dense_class(model).__name__
     if isinstance(model, PreTrainedModel) and same_class and any(map(names.isdisjoint, known)):
@@ -500,10 +500,10 @@ def _reader(
         problems += unloaded(info)
         return fresh.state_dict().get
     for name in sorted(names.difference(*known)):
-        mask, other = masks.get(name.removesuffix(SUFFIX)), read(name)
-        if mask is None or other is None or not name.endswith(SUFFIX):
+        mask, stored = masks.get(name.removesuffix(SUFFIX)), read(name)
+        if mask is None or stored is None or not name.endswith(SUFFIX):
             problems.append(f"{name!r} has no place in the model")
-        elif not torch.equal(mask, other):  # Trainer saves masks of plain modules with the weights
+        elif not torch.equal(mask, stored):  # Trainer saves masks of plain modules with the weights
             problems.append(f"{name!r} is not the same in the weight files and in {MASKS}")
     return lambda name: read(description.aliases.get(name, name))
 

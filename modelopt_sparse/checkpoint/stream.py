@@ -149,9 +149,9 @@ def shrink_checkpoint(
     >>> report = mts.shrink_checkpoint("large", "smaller", mlp=0.25, data="text.txt", tokenizer=tokenizer)
     """
     asked = ShrinkRequest(**{name: options.pop(name) for name in ShrinkRequest._fields if name in options})
-    how = {"blocks_by": "influence", **{name: options.pop(name) for name in HOW if name in options}}
+    choices = {"blocks_by": "influence", **{name: options.pop(name) for name in HOW if name in options}}
     config, instead = shrink_config(options), "give mlp=, blocks= or to="
-    budget, by_kl = asked.budget is not None, how["blocks_by"] == "kl"
+    budget, by_kl = asked.budget is not None, choices["blocks_by"] == "kl"
     _refuse_whole_model(config, "shrink", [(budget, "budget", instead), (by_kl, "blocks_by='kl'", instead)])
     with Processes.of(config.distributed) as processes:
         target = _place(Path(target), source, overwrite=overwrite)
@@ -165,7 +165,7 @@ def shrink_checkpoint(
         names = _block_names(empty, plan, "shrink")
         asked = asked.in_full(plan)
         (sizes,) = sizes_for(empty, plan, asked)
-        criterion = criterion_of(asked, sizes, config, **how)
+        criterion = criterion_of(asked, sizes, config, **choices)
         calls = load_calls(config, empty)
 
         def work_on(storage: Streamed, work: WorkFolder) -> Report:
@@ -176,7 +176,7 @@ def shrink_checkpoint(
             shrink_to_one(run, [sizes], criterion, calls=calls)
             return report
 
-        facts = {**how, **asked._asdict(), "kept": asked.kept and checksum(kept_in(asked.kept))}
+        facts = {**choices, **asked._asdict(), "kept": asked.kept and checksum(kept_in(asked.kept))}
         started = started_with(plan, config) | {f"option {name}": str(value) for name, value in facts.items()}
         job = _Job(folder, names, started, calls, work_on, dtype, None, remote, spill)
         return _streamed(job, target, processes, overwrite=overwrite)
@@ -215,11 +215,11 @@ def _streamed(job: _Job, target: Path, processes: Processes, *, overwrite: bool)
             work.check(files.hashes, None if job.calls is None else digest_of(job.calls))
         if not work.finished:
             with files.watched():
-                more = job.dtype, job.quantized, work, job.remote
-                model, places = without_blocks(job.folder, job.names, *more)
+                reading = job.dtype, job.quantized, work, job.remote
+                model, places = without_blocks(job.folder, job.names, *reading)
                 files.check_all()  # what lies outside of the blocks has been read
-                how = {"spill": job.spill, "packed": job.packed}
-                with Streamed(model, job.names, places, work, files, **how) as storage:
+                writing = {"spill": job.spill, "packed": job.packed}
+                with Streamed(model, job.names, places, work, files, **writing) as storage:
                     report = job.work_on(storage, work)
                     if storage.reused:
                         begun_by, reused = work.begun_by, f"{storage.reused} of {len(job.names)} blocks were reused"
@@ -259,7 +259,7 @@ def _full_disk_named(target: Path) -> Iterator[None]:
 # what cannot be streamed ----------------------------------------------------------------------------------------------
 
 
-def _refuse_whole_model(config: SparsifyConfig, verb: str, more: Iterable[tuple[bool, str, str]] = ()) -> None:
+def _refuse_whole_model(config: SparsifyConfig, verb: str, further: Iterable[tuple[bool, str, str]] = ()) -> None:
     """Raise ValueError for options that need the whole model at once."""
     quality = "" if config.quality is None else f" (set by quality={config.quality!r})"
     own_text = "data='self'" if config.writes_its_data else f"self_data={config.self_data}"
@@ -267,12 +267,12 @@ def _refuse_whole_model(config: SparsifyConfig, verb: str, more: Iterable[tuple[
         (config.distill is not None, f"distill{quality}", "leave it out"),
         (config.self_data not in (0, "auto") or config.writes_its_data, own_text, "give a file of write_text as data="),
         (config.forward_loop is not None, "forward_loop", "give data_loader= or data="),
-        *more,
+        *further,
     ]
     for is_set, option, instead in options:
         if is_set:
-            what = f"{option} runs the whole model, which streaming never holds"
-            raise ValueError(f"{what}: {instead}, or {IN_MEMORY} {verb}")
+            problem = f"{option} runs the whole model, which streaming never holds"
+            raise ValueError(f"{problem}: {instead}, or {IN_MEMORY} {verb}")
 
 
 def _masks_in(folder: Path) -> int:

@@ -397,8 +397,8 @@ class Streamed(Storage):
         block, name, work = self._blocks[index], self.written[index], self._work
         masks = {f"{name}.{key}": mask for key, mask in named_masks(block)}
         remove_masks(block)
-        own = self._own_as_written(index)
-        owned = set(own.values())
+        tensors = self._own_as_written(index)
+        owned = set(tensors.values())
         state = {
             f"{name}.{key}": value.detach()
             for key, value in block.state_dict(keep_vars=True).items()
@@ -409,11 +409,11 @@ class Streamed(Storage):
         files = work.place(file, f"masks/{index:05d}.safetensors")
         shard = self.saved(state)
         with safe_open(shard, framework="pt") as opened:
-            converted = not set(own) <= set(opened.keys())
+            converted = not set(tensors) <= set(opened.keys())
         files |= work.place(self.packed(shard, f"masks/{index:05d}.safetensors"), self._shard(index))
         if converted:
             file = work.scratch() / "named.safetensors"
-            save_file({key: value.detach().contiguous() for key, value in own.items()}, file)
+            save_file({key: value.detach().contiguous() for key, value in tensors.items()}, file)
             files |= work.place(file, f"named/{index:05d}.safetensors")
         parts = [asdict(layer) for layer in layers], [asdict(part) for part in tuned]
         work.finish_block(index, BlockRecord(self.names[index], files, described, *parts))

@@ -66,7 +66,7 @@ class Verification:
     def text(self, *, all_rows: bool = False) -> str:
         """What ``print`` shows: equal rows folded, 100 columns. ``all_rows``: a line for each, as wide as it is."""
         count, wrong = len(self.layers), sum(bool(layer.problem) for layer in self.layers)
-        zeros, size = (sum(getattr(layer, what) for layer in self.layers) for what in ("zeros", "size"))
+        zeros, size = (sum(getattr(layer, counted) for layer in self.layers) for counted in ("zeros", "size"))
         verdict = f"{wrong} of {count} layers do not hold" if wrong else f"All {count} layers hold"
         patterns = counted(layer.pattern for layer in self.layers)
         summary = f"{verdict} their pattern: {patterns}. {zeros:,} of {size:,} weights are zero. {self.files}".rstrip()
@@ -127,7 +127,7 @@ def verify(
         refuse_codes(model, layer.name, layer.parameter)
     checked = [_look(layer, read(layer), masks.get(layer.parameter_name), held_to) for layer, held_to in expected]
     unmasked = set() if record is None else record.unmasked(masks)
-    checked = [replace(each, note=UNMASKED) if each.name in unmasked else each for each in checked]
+    checked = [replace(layer, note=UNMASKED) if layer.name in unmasked else layer for layer in checked]
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     every = dict(model.named_parameters(remove_duplicate=False))
     known = {layer.parameter_name for layer, _ in expected}
@@ -136,7 +136,7 @@ def verify(
         checked.append(replace(_look(row, read(row), masks[name], None), name=name))
     verification = Verification(tuple(checked), files, _notes(model, record))
     if any(layer.problem for layer in checked):
-        if not files and (count := sum(_count_masked(model, *each) for each in masks.items())):
+        if not files and (count := sum(_count_masked(model, *masked) for masked in masks.items())):
             advice = f"; {count} weights were written to and not read since: mts.apply_masks(model) zeros them"
         raise PatternError(verification, advice)
     return verification
@@ -144,7 +144,7 @@ def verify(
 
 def _notes(model: nn.Module, record: Report | None) -> tuple[str, ...]:
     """What is to be said of layers whose forwards do something else with the weight, as the report or a trial says."""
-    others = {each.name: each.reason for each in (record.skipped if record else ()) if OTHER in each.reason}
+    others = {skipped.name: skipped.reason for skipped in (record.skipped if record else ()) if OTHER in skipped.reason}
     others |= {layer.name: layer.why_other for layer in find_layers(model)[0] if layer.is_other()}
     return tuple(f"{first_few(names)}: {why}" for why, names in grouped(others, others.__getitem__).items())
 
@@ -233,8 +233,8 @@ def _open(
         if hashes:
             files = "The files are those that were saved, by their SHA-256."
     names, from_file = weight_reader(folder)
-    if said := rewritten(names, model.state_dict()):
-        raise ValueError(f"{str(folder)!r}: {said}, and verify that")
+    if problem := rewritten(names, model.state_dict()):
+        raise ValueError(f"{str(folder)!r}: {problem}, and verify that")
     if names.issuperset(layer.parameter_name for layer in find_layers(model)[0]):
 
         def read(layer: Layer, /) -> Tensor:

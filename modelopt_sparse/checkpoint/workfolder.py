@@ -164,8 +164,8 @@ def opened(
         yield work
         return
     of_a_run = {*FOLDERS, *SCRATCH, LOCK, STARTED, BUDGET, REPORT}
-    there = {path.name for path in work.path.iterdir()} if work.path.is_dir() else set()
-    if work.path.is_file() or (not there <= of_a_run and not work.has_blocks()):
+    present = {path.name for path in work.path.iterdir()} if work.path.is_dir() else set()
+    if work.path.is_file() or (not present <= of_a_run and not work.has_blocks()):
         raise ValueError(f"{str(work.path)!r}: something else is there: move it, or give another target")
     with locked(final_folder):
         try:
@@ -281,11 +281,11 @@ class WorkFolder:
                 self.done, self.budget, self.report, self.finished = {}, None, None, False
 
     def _compare(self, read: Mapping[str, Any]) -> bool:
-        there = {name: value for name, value in self._started.items() if _is_read(name)}
-        difference = _difference({**read, **there}, read)
+        started = {name: value for name, value in self._started.items() if _is_read(name)}
+        difference = _difference({**read, **started}, read)
         if difference:
             self._throw_away(difference)
-        if difference or not there:
+        if difference or not started:
             self._started = {**_at_once(self._started), PROCESSES: self._processes.size, **read}
             self.write_json(STARTED, self._started)
         return not difference
@@ -394,12 +394,12 @@ def _is_read(name: str) -> bool:
     return name == DATA or name.startswith(SOURCE)
 
 
-def _difference(there: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+def _difference(started: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """What a run was started with (``there``) that is something else ``now``; "" if nothing is."""
     differences = [
-        f"{key}: {there.get(key)} there, {now.get(key)} now"
-        for key in {**there, **now}
-        if there.get(key) != now.get(key)
+        f"{key}: {started.get(key)} there, {now.get(key)} now"
+        for key in {**started, **now}
+        if started.get(key) != now.get(key)
     ]
     return f"holds a run that was started with something else ({first_few(differences)})" if differences else ""
 

@@ -194,7 +194,7 @@ def _root(
 def command(body: Callable[..., None]) -> Callable[..., None]:
     """Make ``body`` a command, which joins the processes of torchrun; its ``source`` and ``**flags`` stand for the
     parameters of `_named_model` and `_flags`."""
-    own, of_model = inspect.signature(body).parameters, inspect.signature(_named_model).parameters
+    of_body, of_model = inspect.signature(body).parameters, inspect.signature(_named_model).parameters
 
     @functools.wraps(body, assigned=("__name__", "__doc__"))  # not the annotations, which typer would evaluate
     def run(**arguments: Any) -> None:
@@ -204,14 +204,14 @@ def command(body: Callable[..., None]) -> Callable[..., None]:
 
         transformers.utils.logging.disable_progress_bar()
         with launched_group():
-            if "source" in own:
+            if "source" in of_body:
                 arguments["source"] = _named_model(**{name: arguments.pop(name) for name in of_model})
             body(**arguments)
 
     groups = {"source": of_model, "flags": inspect.signature(_flags).parameters}
-    names = sorted(own, key=lambda name: name != "flags")
-    parameters = [each for name in names for each in groups.get(name, {name: own[name]}).values()]
-    required_first = sorted(parameters, key=lambda each: each.default is not each.empty)
+    names = sorted(of_body, key=lambda name: name != "flags")
+    parameters = [parameter for name in names for parameter in groups.get(name, {name: of_body[name]}).values()]
+    required_first = sorted(parameters, key=lambda parameter: parameter.default is not parameter.empty)
     vars(run)["__signature__"] = inspect.Signature(required_first)  # what typer reads
     return app.command(body.__name__.strip("_").replace("_", "-"))(run)
 
@@ -256,10 +256,15 @@ def sparsify(
     if "data" not in settings and (needing := [layer for layer in planned.layers if layer.calibrated]):
         raise ValueError(f"method {needing[0].recipe!r} needs calibration text: give --data FILE")
     if stream:
-        more: dict[str, Any] = {"overwrite": overwrite, "spill": spill, "packed": packed, "dequantize": dequantize}
-        more |= {"dtype": source.dtype, **source.hub}
+        writing: dict[str, Any] = {
+            "overwrite": overwrite,
+            "spill": spill,
+            "packed": packed,
+            "dequantize": dequantize,
+        }
+        writing |= {"dtype": source.dtype, **source.hub}
         with _kept_blocks_are_said(out, f" of {sum(len(stack.names) for stack in planned.stacks)}"):
-            streamed = mts.sparsify_checkpoint(source.name, out, method, settings, **more)
+            streamed = mts.sparsify_checkpoint(source.name, out, method, settings, **writing)
         result = streamed if rank() == 0 else None
     else:
         result = _sparsified(source, quantized, method, settings, out, held_out, overwrite, packed)
@@ -436,7 +441,7 @@ def shrink(
         raise ValueError("--spill goes with --stream")
     numbers = {"mlp": mlp, "blocks": blocks, "experts": experts}
     sizes: dict[str, Any] = {name: read_yaml(value, f"--{name}") for name, value in numbers.items() if value}
-    pairs = [each.partition("=") for each in to or []]
+    pairs = [assignment.partition("=") for assignment in to or []]
     sizes |= {"to": {key: read_yaml(size, f"--to {key}") for key, _, size in pairs}, "budget": budget}
     sizes = {name: value for name, value in sizes.items() if value}
     flags = {"criterion": criterion, "quality": quality, "data": data, "num_samples": num_samples, "seq_len": seq_len}
@@ -590,8 +595,8 @@ def speed(
     if wrong := [count for count in counts if not count.strip().isdecimal()]:
         raise ValueError(f"--tokens {tokens}: {wrong[0]!r} is not a number of tokens; write for example 1,64,2048")
     settings = {"tune": tuple(map(int, counts))}
-    more = {"dtype": dtype, "device_map": device, "trust_remote_code": trust_remote_code}
-    result = mts.semi_structured_report(mts.load(folder, semi_structured=settings, **more))
+    loading = {"dtype": dtype, "device_map": device, "trust_remote_code": trust_remote_code}
+    result = mts.semi_structured_report(mts.load(folder, semi_structured=settings, **loading))
     _show(result, as_json)
 
 
@@ -670,9 +675,9 @@ def finalize(
     typer.echo(f"{len(masks)} of {count} tensors held pruned weights. Written to {destination}.")
 
 
-def _show(value: Any, as_json: bool, more: str = "", *, all_rows: bool = False) -> None:
+def _show(value: Any, as_json: bool, after: str = "", *, all_rows: bool = False) -> None:
     """Print a report or a plan, and under its text ``more``."""
-    typer.echo(value.to_json() if as_json else value.text(all_rows=all_rows) + more)
+    typer.echo(value.to_json() if as_json else value.text(all_rows=all_rows) + after)
 
 
 def _print_json(value: Any) -> None:

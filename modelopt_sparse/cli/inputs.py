@@ -110,8 +110,8 @@ def add_evaluation(report: mts.Report, path: Path) -> None:
         else:
             raise ValueError("its results hold no score")
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        what = "neither what `eval --json` printed nor results of lm_eval"
-        raise ValueError(f"--evaluation {str(path)!r} is {what}: {error}") from None
+        problem = "neither what `eval --json` printed nor results of lm_eval"
+        raise ValueError(f"--evaluation {str(path)!r} is {problem}: {error}") from None
 
 
 class NamedModel:
