@@ -455,18 +455,18 @@ def _fill(
             continue
         stored_as, tensor = next(iter(alike.items()))
         filled.append((values, stored_as))
-        for name, in_file in alike.items():
-            if in_file.shape != values.shape:
-                problems.append(f"{name!r} has shape {list(in_file.shape)} there and {list(values.shape)} in the model")
-            elif in_file.dtype != values.dtype:
-                fault = f"{in_file.dtype} there and {values.dtype} in the model: convert it first, model.to({in_file.dtype})"
-                shared[fault].append(repr(name))
-            elif in_file is not tensor and not torch.equal(in_file, tensor):
+        for name, written in alike.items():
+            if written.shape != values.shape:
+                problems.append(f"{name!r} has shape {list(written.shape)} there and {list(values.shape)} in the model")
+            elif written.dtype != values.dtype:
+                advice = f"convert it first, model.to({written.dtype})"
+                shared[f"{written.dtype} there and {values.dtype} in the model: {advice}"].append(repr(name))
+            elif written is not tensor and not torch.equal(written, tensor):
                 problems.append(f"{name!r} and {names[0]!r} are one tensor in the model and differ there")
-            elif name in masks and masks[name].shape != in_file.shape:
-                problems.append(f"mask {name!r} has shape {list(masks[name].shape)}, its weight {list(in_file.shape)}")
+            elif name in masks and masks[name].shape != written.shape:
+                problems.append(f"mask {name!r} has shape {list(masks[name].shape)}, its weight {list(written.shape)}")
             elif name in masks:
-                problems += _breaches(name, in_file, masks[name])
+                problems += _breaches(name, written, masks[name])
     for fault, names in shared.items():
         reason, _, advice = fault.partition(": ")
         problems.append(f"{reason}: {first_few(names, 1)}; {advice}")

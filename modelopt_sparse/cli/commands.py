@@ -256,15 +256,10 @@ def sparsify(
     if "data" not in settings and (needing := [layer for layer in planned.layers if layer.calibrated]):
         raise ValueError(f"method {needing[0].recipe!r} needs calibration text: give --data FILE")
     if stream:
-        writing: dict[str, Any] = {
-            "overwrite": overwrite,
-            "spill": spill,
-            "packed": packed,
-            "dequantize": dequantize,
-        }
-        writing |= {"dtype": source.dtype, **source.hub}
+        kwargs: dict[str, Any] = {"overwrite": overwrite, "spill": spill, "packed": packed, "dequantize": dequantize}
+        kwargs |= {"dtype": source.dtype, **source.hub}
         with _kept_blocks_are_said(out, f" of {sum(len(stack.names) for stack in planned.stacks)}"):
-            streamed = mts.sparsify_checkpoint(source.name, out, method, settings, **writing)
+            streamed = mts.sparsify_checkpoint(source.name, out, method, settings, **kwargs)
         result = streamed if rank() == 0 else None
     else:
         result = _sparsified(source, quantized, method, settings, out, held_out, overwrite, packed)
