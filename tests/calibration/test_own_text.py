@@ -488,7 +488,7 @@ def test_a_file_is_written_and_read_as_data(tmp_path):
     tokenizer = hf.AutoTokenizer.from_pretrained(TESTBED / "tiny-llama")
     model = hf.AutoModelForCausalLM.from_pretrained(TESTBED / "tiny-llama")
     before = Snapshot(model)
-    text = {"data": Path(TESTBED / "calibration.txt"), "tokenizer": tokenizer, "num_samples": 4, "seq_len": 64}
+    text = {"data": Path(TESTBED / "calibration.txt"), "tokenizer": tokenizer, "num_samples": 4, "seq_len": 32}
     path = mts.write_text(model, tmp_path / "own.jsonl", windows=3, **text)
     assert Snapshot(model).look == before.look
     lines = [json.loads(line)["text"] for line in path.read_text().splitlines()]
