@@ -79,6 +79,7 @@ class Bench:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.work, self.threads = options.work.resolve(), options.threads
+        self.batch = min(BATCH, max(1, options.rows // 4))  # some batches judge what the others are tuned on
         self.folder = self.work / "public_model" / "model"
         self.folder.mkdir(parents=True, exist_ok=True)
         if not (self.folder / "model.safetensors").exists():
@@ -92,13 +93,15 @@ class Bench:
         self.masked = self.targets != held_out["input_ids"][real]
         self.held_out = in_batches(held_out, 64)
         self.predicted = torch.cat(predictions(self.dense, self.held_out))
-        self.of_all = digest(self.folder / "model.safetensors", *held_out.values(), torch.__version__, self.threads)
+        versions = (torch.__version__, transformers.__version__)
+        everything = (*held_out.values(), *versions, self.threads, self.batch)
+        self.of_all = digest(self.folder / "model.safetensors", HERE / "worker.py", *everything)
 
     def place(self, row: Row, draw: int) -> Path:
         """The row's folder, named by all that its result depends on."""
-        sources = Path(mts.__file__).parent.rglob("*.py") if row.tool == "ours" else HERE.glob(f"run_{row.tool}.py")
-        data = self.calibration[draw].values()
-        key = digest(self.of_all, *sorted(sources), *data, REQUIREMENTS.get(row.tool), transformers.__version__)
+        sources = [*HERE.glob(f"run_{row.tool}.py")]
+        sources += sorted(Path(mts.__file__).parent.rglob("*.py")) if row.tool == "ours" else []
+        key = digest(self.of_all, *sources, *self.calibration[draw].values(), REQUIREMENTS.get(row.tool))
         return self.folder.parent / re.sub(r"[^\w.]+", "-", f"{row.pattern} {row} {draw} {key}")
 
     def result(self, row: Row, draw: int) -> dict[str, Any]:
@@ -120,7 +123,7 @@ class Bench:
 
     def pruned(self, row: Row, draw: int, place: Path) -> tuple[nn.Module, dict[str, Any]]:
         """The sparse model that a process of the tool has written, and what that cost."""
-        arguments = ("--method", row.method, "--pattern", row.pattern, "--batch", str(BATCH), "--skip", "cls")
+        arguments = ("--method", row.method, "--pattern", row.pattern, "--batch", str(self.batch), "--skip", "cls")
         cost = Tools(self.work, self.threads).run(row.tool, self.folder, self.calibration[draw], place, *arguments)
         model = BertForMaskedLM.from_pretrained(place, dtype=torch.float32)
         for name, value in self.dense.named_parameters():
@@ -134,7 +137,7 @@ class Bench:
         if row.tool == "torch_pruning":
             package("torch_pruning", self.work)
             sys.path.append(str(self.work))
-        batches, model = in_batches(self.calibration[draw], BATCH), copy.deepcopy(self.dense)
+        batches, model = in_batches(self.calibration[draw], self.batch), copy.deepcopy(self.dense)
         began = time.process_time()
         if row.tool == "torch_pruning":
             torch_pruning(model, cut["mlp"], mlp_alone=True)
