@@ -234,8 +234,11 @@ class Stopping(mts.Method):
         return Magnitude().solve(weight, state, pattern, options)
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, torch.cuda.OutOfMemoryError])
-@pytest.mark.parametrize("sequential", [None, "block", "stage", "none"])
+ERRORS = [KeyboardInterrupt, MemoryError, torch.cuda.OutOfMemoryError]
+WAYS = [(way, error) for way in (None, "block") for error in ERRORS]
+
+
+@pytest.mark.parametrize(("sequential", "error"), [*WAYS, ("stage", KeyboardInterrupt), ("none", KeyboardInterrupt)])
 @pytest.mark.parametrize("at", [1, 6, 14])
 def test_interrupted_while_solving(sequential, at, error):
     """Without data, and with data in each way."""

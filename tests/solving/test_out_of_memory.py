@@ -232,8 +232,9 @@ TOO_LARGE: dict[tuple[str, int], tuple[list[str], int, list[tuple[int, ...]], di
 }
 
 
-@pytest.mark.parametrize("failure", ["cuda", "python"])
-@pytest.mark.parametrize(("name", "room"), TOO_LARGE)
+@pytest.mark.parametrize(
+    ("name", "room", "failure"), [*((*case, "cuda") for case in TOO_LARGE), ("sparsegpt", 20, "python")]
+)
 def test_what_has_no_smaller_pieces_is_an_error(name, room, failure):
     parts, done, tried, options = TOO_LARGE[name, room]
     method = Scarce(METHODS[name], room, prepared=32 * 32 if room == 2**30 else 2**30, failure=failure)
