@@ -374,7 +374,7 @@ REFUSED: list[tuple[Callable[[], Any], Any, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("build", "method", "options", "words"), REFUSED, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(("build", "method", "options", "words"), REFUSED, ids=[row[3][:50] for row in REFUSED])
 def test_what_cannot_be_planned_says_what_is_wrong_and_what_is_allowed(build, method, options, words):
     error = TypeError if "method is a" in words else ValueError
     with pytest.raises(error, match=words):
