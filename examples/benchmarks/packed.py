@@ -152,9 +152,8 @@ def rows(name: str, pattern: str, work: Path, rounds: int) -> dict[str, Any]:
     plain, packed, made = work / "plain", work / "packed", work / "made"
     for folder in (plain, packed):
         shutil.rmtree(folder, ignore_errors=True)
-    options = {} if pattern == "2:4" else {"scope": "matrix"}
     level = PATTERNS[pattern]
-    asked = mts.Unstructured(level, **options) if isinstance(level, float) else level
+    asked = mts.Unstructured(level, "matrix") if isinstance(level, float) else level
     mts.save(mts.sparsify(MODELS[name](), "magnitude", pattern=asked, progress=False), plain)
     mts.pack(plain, packed)
     calls: dict[str, tuple[Callable[[], Any], Path | None]] = {

@@ -415,6 +415,7 @@ class Streamed(Storage):
             file = work.scratch() / "named.safetensors"
             save_file({key: value.detach().contiguous() for key, value in tensors.items()}, file)
             files |= work.place(file, f"named/{index:05d}.safetensors")
+        work.scratch()  # nothing stays of what save_pretrained has written beside the shard
         parts = [asdict(layer) for layer in layers], [asdict(part) for part in tuned]
         work.finish_block(index, BlockRecord(self.names[index], files, described, *parts))
 
