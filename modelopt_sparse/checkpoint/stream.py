@@ -41,7 +41,7 @@ from modelopt_sparse.checkpoint.streamed import (
     write_index,
 )
 from modelopt_sparse.checkpoint.workfolder import WorkFolder, is_finished, opened, remove_leftovers, work_path
-from modelopt_sparse.distributed import Processes
+from modelopt_sparse.distributed import Processes, RankError
 from modelopt_sparse.methods.scores import Magnitude
 from modelopt_sparse.model.hf import empty_model
 from modelopt_sparse.model.masking import dense_class, named_masks, remove_masks
@@ -248,7 +248,7 @@ def _full_disk_named(target: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError, RuntimeError) as error:
-        if not is_full(error):
+        if isinstance(error, RankError) or not is_full(error):  # another process names its own disk
             raise
         work = work_path(target)
         left = f"blocks are kept in {str(work)!r}" if any(work.glob("block-*.json")) else "nothing is left of it"

@@ -134,7 +134,7 @@ KINDS["exponential"] = Exp
 def parse_schedule(value: Any, option: str) -> Schedule:
     """A number, a schedule, ``{"type": "cosine", ...}``, a list of numbers or a function of the step -> a schedule.
 
-    ``what`` names the option in the ValueError for anything else.
+    ``option`` names it in the ValueError for anything else.
     """
     if isinstance(value, Schedule):
         return value

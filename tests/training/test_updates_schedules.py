@@ -82,7 +82,7 @@ NO_UPDATE = [
 @pytest.mark.parametrize(
     ("parse", "value", "match"),
     [
-        *((partial(parse_schedule, what="sparsity"), *row) for row in NO_SCHEDULE),
+        *((partial(parse_schedule, option="sparsity"), *row) for row in NO_SCHEDULE),
         *((parse_update, *row) for row in NO_UPDATE),
     ],
 )
