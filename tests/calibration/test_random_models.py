@@ -1,6 +1,10 @@
-"""Random models with all that may stand between blocks, against whole runs in float64 with plain hooks."""
+"""Random models with all that may stand between blocks, against whole runs in float64 with plain hooks.
+
+``python -m tests.calibration.test_random_models 2000`` tries more of them.
+"""
 
 import random
+import sys
 import warnings
 
 import pytest
@@ -180,3 +184,14 @@ def test_statistics_are_those_of_whole_runs(seeds, sequential):
     results = {seed: differs(seed, sequential) for seed in seeds}
     assert {seed: why for seed, why in results.items() if why and not why.startswith("error:")} == {}
     assert sum(why == "" for why in results.values()) >= len(seeds) - 2
+
+
+if __name__ == "__main__":
+    count, wrong, errors = int(sys.argv[1]), 0, 0
+    for case in range(count):
+        why = differs(case, ["block", "none"][case % 2])
+        errors += why.startswith("error")
+        wrong += bool(why) and not why.startswith("error")
+        if why:
+            print(case, why, flush=True)
+    print(f"{count} cases: {count - wrong - errors} right, {errors} refused, {wrong} wrong")
