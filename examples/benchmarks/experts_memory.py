@@ -10,14 +10,13 @@ says. Linux only. ``--work`` keeps llm-compressor's environment.
 
 import argparse
 import json
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
-from streaming import memory
+from streaming import anonymous_peak
 from tools import TITLES, Tools
 from torch import nn
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -69,18 +68,8 @@ def shrink(source: str, target: str, refit: bool) -> None:
 def measured(source: Path, target: Path, refit: bool) -> tuple[float, float]:
     """MiB at the peak: resident, and anonymous beyond what the imports take."""
     command = [sys.executable, __file__, "--shrink", str(source), str(target), *(["--refit"] if refit else [])]
-    worker = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert worker.stdin is not None
-    assert worker.stdout is not None
-    worker.stdout.readline()
-    before = peak = memory(worker.pid)["RssAnon"]
-    worker.stdin.write("go\n")
-    worker.stdin.flush()
-    while worker.poll() is None:
-        peak = max(peak, memory(worker.pid).get("RssAnon", 0.0))
-    if worker.returncode:
-        raise SystemExit(f"{OURS} failed with exit code {worker.returncode}")
-    return json.loads(worker.stdout.read()), peak - before
+    peak, printed = anonymous_peak(command)
+    return json.loads(printed), peak
 
 
 def main() -> None:

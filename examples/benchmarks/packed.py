@@ -18,7 +18,6 @@ import json
 import os
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -29,7 +28,7 @@ from typing import Any
 import safetensors
 import torch
 import transformers
-from streaming import memory
+from streaming import anonymous_peak
 from tools import machine
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -121,21 +120,7 @@ def timed(call: Callable[[], Any], made: Path | None = None) -> float:
 
 def peak(folder: Path) -> float:
     """The most memory, in MiB, that a process takes to load a folder, beyond what importing takes."""
-    worker = subprocess.Popen(
-        [sys.executable, __file__, "--load", str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert worker.stdin is not None
-    assert worker.stdout is not None
-    worker.stdout.readline()
-    before = most = memory(worker.pid)["RssAnon"]
-    worker.stdin.write("go\n")
-    worker.stdin.flush()
-    while worker.poll() is None:
-        most = max(most, memory(worker.pid).get("RssAnon", 0.0))
-        time.sleep(0.002)
-    if worker.returncode:
-        raise SystemExit(f"loading {folder} failed")
-    return most - before
+    return anonymous_peak([sys.executable, __file__, "--load", str(folder)])[0]
 
 
 def load(folder: str) -> None:

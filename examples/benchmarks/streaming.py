@@ -161,6 +161,24 @@ def memory(process: int) -> dict[str, float]:
     return {name: int(value.split()[0]) / 1024 for name, value in found}
 
 
+def anonymous_peak(command: list[str]) -> tuple[float, str]:
+    """Run a worker that prints a line once it has imported, and then waits for one -> the most anonymous memory that it
+    takes beyond that, in MiB, and what else it prints."""
+    worker = subprocess.Popen(command, stdin=PIPE, stdout=PIPE, text=True)
+    assert worker.stdin is not None
+    assert worker.stdout is not None
+    worker.stdout.readline()
+    before = peak = memory(worker.pid)["RssAnon"]
+    worker.stdin.write("go\n")
+    worker.stdin.flush()
+    while worker.poll() is None:
+        peak = max(peak, memory(worker.pid).get("RssAnon", 0.0))
+        time.sleep(0.002)
+    if worker.returncode:
+        raise SystemExit(f"{command} failed with exit code {worker.returncode}")
+    return peak - before, worker.stdout.read()
+
+
 def measure(job: dict, count: int) -> dict[str, float]:
     """Run the job in new processes -> its seconds, and the peaks of the largest, sampled every 10 ms, beyond its
     imports."""

@@ -206,7 +206,7 @@ def draw_from(states: Sequence[Any]) -> None:
     if on_cuda:
         torch.cuda.set_rng_state_all(on_cuda)
     random.setstate(python_state)
-    np.random.set_state(numpy_state)  # noqa: NPY002
+    np.random.set_state(numpy_state)  # noqa: NPY002 - models use it
 
 
 @contextmanager

@@ -392,8 +392,7 @@ class WholeModel:
         self._data.run_model(begin, hooks)
 
     def advance(self) -> None:
-        """Let the block answer with its output, as it is now, from here on. A block that stays as it is, and at hand,
-        runs when the next one is wanted, which saves a run of what lies before it."""
+        """Do nothing: the next run of the whole model goes through the block as it is then."""
 
 
 @dataclass(frozen=True)

@@ -288,8 +288,9 @@ def restore(model: nn.Module, folder: str | Path) -> nn.Module:
     remove_masks(inner)
     with torch.no_grad():
         for values, stored_as in filled:
-            if read is not None and (tensor := read(stored_as)) is not None:  # once more: packed ones are not held
-                values.copy_(tensor)
+            tensor = None if read is None else read(stored_as)  # once more: packed ones are not held
+            assert tensor is not None, stored_as  # `_fill` has read it
+            values.copy_(tensor)
     _attach(inner, folder, masks, description)
     return model
 

@@ -34,8 +34,8 @@ def test_padding_leaves_the_statistics_of_the_texts_alone():
 def test_the_mask_may_have_any_dtype(mask_dtype):
     batches = [{**batch, "attention_mask": batch["attention_mask"].to(mask_dtype)} for batch in padded("left")]
     found = collected(tiny_llama(), data_loader=batches, sequential="none")
-    real = lambda batch, name: batch["attention_mask"].bool()  # noqa: E731
-    assert_stats(found, brute_force(tiny_llama(), padded("left"), LAYERS, real))
+    expected = brute_force(tiny_llama(), padded("left"), LAYERS, lambda batch, name: batch["attention_mask"].bool())
+    assert_stats(found, expected)
 
 
 BY = {
@@ -359,7 +359,10 @@ def test_masks_that_the_model_makes_of_its_tokens(form, sequential):
     found = collected(build().eval(), blocks, data_loader=zero_padded(), sequential=sequential)
     assert {stats.tokens for stats in found.values()} == {int(sum((ids != 0).sum() for ids in zero_padded()))}
     if sequential == "none":
-        real = lambda ids, name: (ids != 0).T if form == "tokens before the batch" else ids != 0  # noqa: E731
+
+        def real(ids, name):
+            return (ids != 0).T if form == "tokens before the batch" else ids != 0
+
         assert_stats(found, brute_force(build().eval(), zero_padded(), blocks, real))
 
 

@@ -125,7 +125,10 @@ def test_compiled_llama_trains_and_keeps_its_zeros(checkpointed: bool):
     losses = []
     for each, run in ((model, compiled(model)), (eager, eager)):
         optimizer = torch.optim.AdamW(each.parameters(), lr=1e-2)
-        loss = lambda _, ids, run=run: run(input_ids=ids, labels=ids, use_cache=False).loss  # noqa: E731
+
+        def loss(_, ids, run=run):
+            return run(input_ids=ids, labels=ids, use_cache=False).loss
+
         losses.append(train(each, optimizer, 3, loss, tuple(token_batches(1))))
     assert losses[0][2] < 0.9 * losses[0][0]
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)

@@ -71,7 +71,7 @@ WINS = [
     # even if it is the default
     (CONFIG(polish=0), {}, {"polish": 0}),
     (CONFIG(permute=False), {}, {"permute": False}),
-    (CONFIG(reconstruct=False), {}, {"reconstruct": None}),  # type: ignore[arg-type]
+    (CONFIG(reconstruct=False), {}, {"reconstruct": None}),  # type: ignore[arg-type] - what users may write
     (copy.deepcopy(CONFIG(polish=0)), {}, {"polish": 0}),
 ]
 
