@@ -360,7 +360,15 @@ def shape(value: Any) -> Change:
     return in_header(lambda header: header[WEIGHT].update(shape=value))
 
 
+def a_bit_too_many(stored: dict[str, Tensor], facts: dict[str, Any]) -> None:
+    """All bits of 128 bytes are set, beside a shape of 1,023 places."""
+    stored |= {WEIGHT: torch.ones(1024), f"{WEIGHT}.bits": torch.full((128,), 255, dtype=torch.uint8)}
+    place(None)(stored, facts)
+    shape([31, 33])(stored, facts)
+
+
 BROKEN: dict[str, tuple[Change, str]] = {
+    "a bit too many": (a_bit_too_many, "has 1024 values for 1024 bits in 1023 places"),
     "a value less": (lambda x, _: x.update({WEIGHT: x[WEIGHT][1:].clone()}), "has 511 values for 512 bits in 1024 p"),
     "a value more": (lambda x, _: x.update({WEIGHT: x[WEIGHT].repeat(2)[:513].clone()}), "has 513 values for 512"),
     "values in rows": (lambda x, _: x.update({WEIGHT: x[WEIGHT].view(2, -1)}), "does not hold values and bits for 10"),
