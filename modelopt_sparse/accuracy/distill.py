@@ -144,7 +144,9 @@ def distill_from(teacher: Teacher, run: Run) -> None:
         run.bar("distill", "step", options.epochs * len(batches.steps)) as bar,
     ):
         moments = torch.bfloat16 if options.moments == "bfloat16" else None
-        weights = TunedWeights(chosen, outputs, options.learning_rate, None, moments)
+        rate = options.learning_rate
+        # places of all weights of the model would take as much memory as their values
+        weights = TunedWeights(chosen, outputs, rate, None, moments, holds_places=False)
         before = batches.validation_error(teacher.divergence)
         weights.scale_rate(before, FULL_RATE_SQUARED if measure == "squared" else FULL_RATE_KL)
         try:

@@ -235,10 +235,9 @@ class TunedWeight:
     """A parameter and its values in float32: a step smaller than bfloat16 can hold is not lost.
 
     mask: True = kept; None if it has none. movable: if its mask moves.
-    places: of a mask that does not move: where it keeps values, in the flat weight. A bool mask would be searched
-      for them in each step.
     values: all of them where there is no mask or one that moves; else only those that the mask keeps, [kept].
     moments: the dtype that Adam's two moments are held in between two steps.
+    holds_places: whether `places` are held, 4 bytes for each, in place of being looked for twice in each step.
     """
 
     def __init__(
@@ -248,18 +247,17 @@ class TunedWeight:
         movable: Movable | None,
         rate: float,
         moments: torch.dtype | None,
+        *,
+        holds_places: bool = True,
     ) -> None:
         values = parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32), copy=True)
-        self.places: Tensor | None = None
-        if mask is not None and movable is None:
-            self.places = mask.flatten().nonzero().flatten()
-            self.places = self.places.int() if mask.numel() <= torch.iinfo(torch.int32).max else self.places
-            values = values[mask]
-        elif mask is not None and movable is not None:
-            values = movable.initial_values(values, mask)
+        if mask is not None:
+            values = values[mask] if movable is None else movable.initial_values(values, mask)
         values = values.contiguous()
         self.parameter, self.mask, self.movable, self.values, self.rate = parameter, mask, movable, values, rate
         self.moments = moments or values.dtype
+        self._places: Tensor | None = None
+        self._places = self.places() if holds_places else None
         self.adam = torch.optim.Adam([values], betas=BETAS, eps=EPSILON, fused=True)  # which looks at no strides
 
     def pop_gradient(self) -> Tensor | None:
@@ -267,7 +265,8 @@ class TunedWeight:
         gradient, self.parameter.grad = self.parameter.grad, None
         if gradient is None:
             return None
-        gradient = gradient if self.places is None else gradient.flatten().index_select(0, self.places)
+        places = self.places()
+        gradient = gradient if places is None else gradient.flatten().index_select(0, places)
         return gradient.to(self.values.dtype).contiguous()
 
     @torch.no_grad()
@@ -287,7 +286,15 @@ class TunedWeight:
     def model_values(self) -> Tensor:
         """The model's own copy of `values`, in the parameter's dtype."""
         values = self.parameter.detach()
-        return values if self.places is None else values.flatten().index_select(0, self.places)
+        places = self.places()
+        return values if places is None else values.flatten().index_select(0, places)
+
+    def places(self) -> Tensor | None:
+        """Where a mask that does not move keeps values, as indices of the flat weight; None: all are tuned."""
+        if self.mask is None or self.movable is not None or self._places is not None:
+            return self._places
+        places = self.mask.flatten().nonzero().flatten()
+        return places.int() if self.mask.numel() <= torch.iinfo(torch.int32).max else places
 
     def _hold_moments(self, dtype: torch.dtype) -> None:
         state = self.adam.state[self.values]
@@ -297,9 +304,9 @@ class TunedWeight:
     def write(self, values: Tensor, mask: Tensor | None) -> None:
         """Write values and mask into the model; what the mask prunes is +0.0."""
         parameter, values = self.parameter, values.to(self.parameter.device)
-        if self.places is not None:
+        if (places := self.places()) is not None:
             whole = torch.zeros(parameter.numel(), dtype=parameter.dtype, device=parameter.device)
-            values = whole.index_put_((self.places,), values.to(parameter.dtype)).view(parameter.shape)
+            values = whole.index_put_((places,), values.to(parameter.dtype)).view(parameter.shape)
         parameter.copy_(values).add_(0.0)  # no weight is -0.0, see `written`
         if mask is not None and self.movable is not None:
             write_zeros(parameter, mask)
@@ -316,13 +323,15 @@ class TunedWeights:
         learning_rate: float,
         movable: Mapping[nn.Parameter, Movable] | None = None,
         moments: torch.dtype | None = None,
+        *,
+        holds_places: bool = True,
     ) -> None:
         """``outputs``: how many outputs a matrix has (of all of its experts). ``moments``: the dtype of Adam's; None:
-        that of the values."""
+        that of the values. ``holds_places``: see `TunedWeight`."""
         counts = [outputs.get(parameter, 0) for parameter in masks]
         rates = learning_rates([*masks], [*masks.values()], counts, learning_rate)
         self.members = [
-            TunedWeight(parameter, mask, (movable or {}).get(parameter), rate, moments)
+            TunedWeight(parameter, mask, (movable or {}).get(parameter), rate, moments, holds_places=holds_places)
             for (parameter, mask), rate in zip(masks.items(), rates)
         ]
 
@@ -331,7 +340,7 @@ class TunedWeights:
         relative squared error, or a KL divergence.
 
         A relative error e of the output is mended by changes of the weights of about sqrt(e). Larger steps lose more by
-        noise than they gain: see docs/accuracy.md for a model whose blocks had errors of 2e-4.
+        noise than they gain: see examples/benchmarks/README.md for a model whose blocks have errors of 2e-4.
         """
         for weight in self.members:
             weight.rate *= min(1.0, math.sqrt(error / full))

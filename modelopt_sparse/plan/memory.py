@@ -27,7 +27,6 @@ RECONSTRUCTION = 6
 # bytes for each number of a Gram matrix, and of a weight, that the choice of channels and the refit hold beside the
 # sums: five and nine copies in float64, and the sum of both Gram matrices in float32
 CHOICE_GRAMS, CHOICE_WEIGHTS = 5 * 8 + 4, 9 * 8
-PLACE = 4  # bytes that say where in its weight a tuned value is
 ROUTE = 20  # bytes of a token and an expert that it is routed to: two places and a gate
 # copies of the logits in a step of distillation: those of the dense and the sparse model, and three gradients
 LOGITS = 5
@@ -217,7 +216,7 @@ def _layer_bytes(layer_plan: LayerPlan, config: SparsifyConfig, chosen: int | No
         "masks": size * (1 + len(layer.tied_modules)),
         "tuned": number * size,
         "gradients": value * size,
-        "states": (number + 2 * moment + PLACE) * remaining,
+        "states": (number + 2 * moment) * remaining,
         "best": value * remaining,
         "routed": routed,
         "batch": through * ((rows + columns) * (value + widens * BYTES_PER_SUM) + columns * BYTES_PER_SUM),
