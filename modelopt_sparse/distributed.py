@@ -163,6 +163,22 @@ class Processes:
                         f"rank {rank} has {value}; {advice}"
                     )
 
+    def sum_by_key(self, exchange: str, local: Mapping[Any, Tensor], device: torch.device) -> dict[Any, Tensor]:
+        """Sum the tensors of each key over all processes; a process may lack some. Those of one key have the same
+        shape, or one has fewer axes. ``device``: of what a process gets that has no tensor."""
+        if self.size == 1:
+            return dict(local)
+        shapes: dict[Any, Tensor] = {}  # on "meta"
+        for rank_shapes in self.all_gather(exchange, {key: x.to("meta") for key, x in local.items()}):
+            for key, like in rank_shapes.items():
+                shapes[key] = shapes[key] + like if key in shapes else like
+        none = torch.zeros((), device=next((x.device for x in local.values()), device))
+        sums = {
+            key: local.get(key, none).to(like.dtype).expand(like.shape).contiguous() for key, like in shapes.items()
+        }
+        self.all_reduce(exchange, list(sums.values()))
+        return sums
+
     def all_reduce(self, exchange: str, tensors: Sequence[Tensor]) -> None:
         """Replace each tensor, in all processes, by its sum over them."""
         device_types = self.all_gather(exchange, [tensor.device.type for tensor in tensors])

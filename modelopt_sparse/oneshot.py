@@ -1,18 +1,16 @@
 """One-shot pruning: `sparsify` and `export`."""
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from modelopt_sparse.accuracy.distill import Teacher, distill_from
+from modelopt_sparse.accuracy.distill import Teacher, distill_from, distillable, judge_of, refuse_to_distill
 from modelopt_sparse.accuracy.fisher import with_metrics
-from modelopt_sparse.accuracy.tuning import BatchNumbers
 from modelopt_sparse.budget.choose import BudgetCurve, budgeted, curve_of
 from modelopt_sparse.calibration.data import Call
 from modelopt_sparse.calibration.dense import blocks_in_call_order, run_dense
@@ -29,7 +27,7 @@ from modelopt_sparse.model.devices import (
 from modelopt_sparse.model.find import model_inside
 from modelopt_sparse.model.masking import remove_masks
 from modelopt_sparse.plan.memory import lacking, tight
-from modelopt_sparse.plan.options import HELD_BACK_FOR_OUTPUTS, SparsifyConfig
+from modelopt_sparse.plan.options import SparsifyConfig
 from modelopt_sparse.plan.plan import Plan, common_to_processes
 from modelopt_sparse.plan.planner import distributed_in, plan_for, resolve
 from modelopt_sparse.reports.report import Report, attach_report, attached_report, merged_report
@@ -90,25 +88,13 @@ def prune(
         processes.check_same(facts, "give all of them the same model and the same options")
     with _report(model, plan, config, processes) as report, calibrating(model):
         run = Run(model, plan, config, storage, processes, report)
-        wanted = config.budget is not None or config.distill is not None
-        wanted = wanted or any(layer_plan.calibrated for layer_plan in plan.layers)
-        with run.part("calibration data"):
-            data = CalibrationData.load(run, calls) if wanted else None
-        if data is not None and config.distill is not None:
-            data = _distillable(data, method)
-            config = data.run.config
-        with run.part("dense run"):
-            data = None if data is None else run_dense(data)
-        if data is not None and config.budget is not None:
-            with run.part("budget"):
-                data = budgeted(data)
-        run = run if data is None else data.run
-        if data is not None and config.reconstruct is not None:
-            with run.part("metrics"):
-                data = with_metrics(data)
-        with run.part("dense predictions"):
-            teacher = None if data is None or config.distill is None else Teacher.of(data)
-            judge = None if data is None else _judge(data)
+        data = teacher = judge = None
+        if what_needs_data(plan, config):
+            data = _calibrated(run, method, calls)
+            run = data.run
+            with run.part("dense predictions"):
+                teacher = None if run.config.distill is None else Teacher.of(data)
+                judge = judge_of(data)
         later = []
         with run.part("blocks"):
             blocks = blocks_in_call_order(run, data)
@@ -126,6 +112,23 @@ def prune(
             with run.part("distillation"):
                 distill_from(teacher, run)
     return report
+
+
+def _calibrated(run: Run, method: Method, calls: list[Call] | None) -> CalibrationData:
+    """Read the calibration data, and run the dense model over it: what it shows, what a budget chooses, metrics."""
+    with run.part("calibration data"):
+        data = CalibrationData.load(run, calls)
+    if run.config.distill is not None:
+        data = distillable(data, method)
+    with run.part("dense run"):
+        data = run_dense(data)
+    if run.config.budget is not None:
+        with run.part("budget"):
+            data = budgeted(data)
+    if run.config.reconstruct is not None:
+        with run.part("metrics"):
+            data = with_metrics(data)
+    return data
 
 
 def budget_curve(
@@ -190,62 +193,6 @@ def _report(model: nn.Module, plan: Plan, config: SparsifyConfig, processes: Pro
             attach_report(model, report if earlier is None else merged_report(earlier, report))
 
 
-def _refuse_to_distill(model: nn.Module, config: SparsifyConfig) -> None:
-    """Raise ValueError for a model that is not whole on one device."""
-    refuse_offloaded(model, [model], "distill")
-    home, device = input_device(model), config.device
-    if device is not None and (device.type != home.type or device.index not in (None, home.index)):
-        raise ValueError(
-            f"distill runs the whole model, which is on {home}, and device={str(device)!r} "
-            "moves one block at a time: move the model there itself, or leave distill out"
-        )
-
-
-def _distillable(data: CalibrationData, method: Method) -> CalibrationData:
-    """Try to distill with one call of the dense model. If distillation is optional and fails, the run leaves it out,
-    and the report says why; otherwise ValueError is raised."""
-    run, why = data.run, None
-    try:
-        if data.calls is None or not run.config.enforce:
-            raise ValueError(f"{'enforce=False' if data.calls else 'a forward_loop'} goes with none")
-        _refuse_to_distill(run.model, run.config)
-        Teacher.of(replace(data, calls=data.calls[:1]))
-    except ValueError as error:
-        if run.config.must_distill:
-            raise
-        why = str(error).removeprefix("distill: ").removesuffix(": leave distill out")
-    why = next(filter(None, run.processes.all_gather("whether the model can be distilled", why)), None)
-    if why is None:
-        return data
-    run.report.settings["distill"] = None
-    run.report.notes.append(f"no distillation: {why}")
-    config = replace(run.config, distill=None)
-    return replace(data, run=replace(run, plan=plan_for(run.model, method, config), config=config))
-
-
-def _judge(data: CalibrationData) -> Callable[[], float] | None:
-    """Make the function that measures how far the model's output is from what it is now, on the calls held back to try
-    ways of tuning. None where nothing is left open by `Reconstruct`, or where the model cannot be asked, as the
-    report says."""
-    run, options, judge, why = data.run, data.run.config.reconstruct, None, None
-    if options is None or not options.tries:
-        return None
-    try:
-        if data.calls is None or not run.storage.resident:
-            raise ValueError("the model is streamed" if data.calls else "a forward_loop calls it in its own way")
-        _refuse_to_distill(run.model, run.config)
-        batches = BatchNumbers.of_calls(data, one_of=HELD_BACK_FOR_OUTPUTS)
-        teacher = Teacher.of(data, [batches.local[n] for n in batches.held_back if n in batches.local] or [0])
-        judge = partial(batches.validation_error, teacher.divergence)
-    except ValueError as error:
-        why = str(error).removeprefix("distill: ").removesuffix(": leave distill out")
-    why = next(filter(None, run.processes.all_gather("whether the model can be asked", why)), None)
-    if why is not None:
-        run.report.notes.append(f"how blocks are tuned is chosen by their own errors, not by the model's output: {why}")
-        return None
-    return judge
-
-
 def check_run(plan: Plan, config: SparsifyConfig) -> None:
     """Raise ValueError for options that a plan can be made with, but a run cannot be started with."""
     if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
@@ -255,15 +202,21 @@ def check_run(plan: Plan, config: SparsifyConfig) -> None:
         )
     if (problem := lacking(plan, config)) is not None:
         raise ValueError(problem)
+    needing = what_needs_data(plan, config)
+    if needing and config.data is None and config.data_loader is None and config.forward_loop is None:
+        raise ValueError(
+            f"{needing[0]} needs calibration data: give data_loader=, forward_loop=, or data= with tokenizer="
+        )
+
+
+def what_needs_data(plan: Plan, config: SparsifyConfig) -> list[str]:
+    """What of a plan needs calibration data, in words."""
     needing = [f"method {layer_plan.recipe!r}" for layer_plan in plan.layers if layer_plan.calibrated]
     if config.distill is not None:
         needing.append("distill")
     if config.budget is not None:
         needing.append(f"budget='{config.budget}'")
-    if needing and config.data is None and config.data_loader is None and config.forward_loop is None:
-        raise ValueError(
-            f"{needing[0]} needs calibration data: give data_loader=, forward_loop=, or data= with tokenizer="
-        )
+    return needing
 
 
 def _check(model: nn.Module, plan: Plan, config: SparsifyConfig, storage: Storage) -> None:
@@ -277,7 +230,7 @@ def _check(model: nn.Module, plan: Plan, config: SparsifyConfig, storage: Storag
     if config.budget is not None and not config.budget.optional:
         refuse_offloaded(model, [model], "budget")
     if config.must_distill:
-        _refuse_to_distill(model, config)
+        refuse_to_distill(model, config)
     if (config.tunes or config.budget is not None) and any(x.is_inference() for x in model.parameters()):
         problem = "reconstruct, distill and budget need gradients: leave them out"
         raise ValueError(f"{problem}, or make the model outside of torch.inference_mode")

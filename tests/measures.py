@@ -6,9 +6,9 @@ Lines of code are those that hold more than a comment or a docstring. Nodes are 
 docstrings: they stay the same when lines are packed. A file counts beside the `__init__.py` that hold no code.
 
 The way to the mask: a Llama of two blocks is made sparse by "sparsegpt", 2:4. It begins when the first block is called
-for the first time, and ends when `NM.mask` has returned for the first time. Files on it are those of which a function
-is called in between, or goes on. Those marked by * have a function that waits for this mask, from `sparsify` down. The
-package must be the one that Python imports.
+for the first time, and ends when `NM.mask` has returned for the first time. Functions on it are those that are called
+in between, or go on; its lines are those of these functions, and its files those that they stand in. Files marked by *
+have a function that waits for this mask, from `sparsify` down. The package must be the one that Python imports.
 """
 
 import argparse
@@ -34,11 +34,26 @@ def docstrings(tree: ast.Module) -> Iterator[ast.stmt]:
 
 
 def code_lines(text: str) -> int:
+    return len(lines_of_code(text))
+
+
+def lines_of_code(text: str) -> set[int]:
+    """The numbers of the lines that hold more than a comment or a docstring."""
     tokens = [token for token in tokenize.generate_tokens(io.StringIO(text).readline) if token.type not in NO_CODE]
     lines = {number for token in tokens for number in range(token.start[0], token.end[0] + 1)}
     for docstring in docstrings(ast.parse(text)):
         lines -= set(range(docstring.lineno, (docstring.end_lineno or 0) + 1))
-    return len(lines)
+    return lines
+
+
+def lines_of_functions(text: str, begins: set[int]) -> int:
+    """How many lines of code the functions have that begin, with their decorators, in one of these lines."""
+    spans = set[int]()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef):
+            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+            spans |= set(range(first, (node.end_lineno or first) + 1)) if first in begins else set()
+    return len(spans & lines_of_code(text))
 
 
 def nodes(text: str) -> int:
@@ -53,8 +68,9 @@ def frames(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def way_to_the_mask(package: Path) -> tuple[list[str], set[str]]:
-    """Files that run on it, in the order of their first function, and those that wait for the mask."""
+def way_to_the_mask(package: Path) -> tuple[dict[str, int], set[str]]:
+    """Files on it, in the order of their first function, with the lines of their functions on it; and the files that
+    wait for the mask."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -64,7 +80,7 @@ def way_to_the_mask(package: Path) -> tuple[list[str], set[str]]:
         raise SystemExit(f"{mts.__file__} is imported, which is not in {package}: set PYTHONPATH")
     sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "vocab_size": 97}
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=2, num_hidden_layers=2)).eval()
-    ran: dict[str, None] = {}
+    ran: dict[str, set[int]] = {}
     waiting: set[str] = set()
 
     def file_of(frame: FrameType) -> str | None:
@@ -72,26 +88,30 @@ def way_to_the_mask(package: Path) -> tuple[list[str], set[str]]:
         known = frame.f_code.co_flags & FUNCTION and path.is_relative_to(package)
         return path.relative_to(package).as_posix() if known else None
 
-    def files_of(called: FrameType | None) -> Iterator[str]:
-        return (name for frame in frames(called) if (name := file_of(frame)) is not None)
+    def note(frame: FrameType) -> None:
+        if (name := file_of(frame)) is not None:
+            ran.setdefault(name, set()).add(frame.f_code.co_firstlineno)
 
     def look(frame: FrameType, event: str, _: Any) -> None:
-        if event == "call" and (name := file_of(frame)) is not None:
-            ran.setdefault(name)
+        if event == "call":
+            note(frame)
         elif event == "return" and frame.f_code is mts.NM.mask.__code__:
             sys.setprofile(None)
-            waiting.update(files_of(frame))
-            ran.update(dict.fromkeys(waiting))
+            for waits in frames(frame):
+                note(waits)
+                waiting.update(filter(None, [file_of(waits)]))
 
     def begin(*_: Any) -> None:
         hook.remove()
-        ran.update(dict.fromkeys(reversed(list(files_of(sys._getframe())))))
+        for called in frames(sys._getframe()):
+            note(called)
         sys.setprofile(look)
 
     hook = model.model.layers[0].register_forward_pre_hook(begin)
     mts.sparsify(model, "sparsegpt", pattern="2:4", data_loader=[torch.arange(64).view(2, 32)], progress=False)
     sys.setprofile(None)
-    return list(ran), waiting
+    texts = {name: (package / name).read_text("utf-8") for name in ran}
+    return {name: lines_of_functions(texts[name], begins) for name, begins in ran.items()}, waiting
 
 
 def main() -> None:
@@ -109,9 +129,9 @@ def main() -> None:
     files = sum(not (name.endswith("__init__.py") and count == 0) for name, count in lines.items())
     print(f"{sum(lines.values()):6,}  lines of code, {sum(map(nodes, texts.values())):,} nodes, {files} files\n")
     ran, waiting = way_to_the_mask(package)
-    for name in ran:
-        print(f"{lines[name]:6,}  {name}{' *' * (name in waiting)}")
-    print(f"{sum(lines[x] for x in ran):6,}  lines of code in {len(ran)} files between the first block and its mask")
+    for name, entered in ran.items():
+        print(f"{entered:6,} of {lines[name]:3,}  {name}{' *' * (name in waiting)}")
+    print(f"{sum(ran.values()):6,} of {sum(lines[x] for x in ran):,}  in {len(ran)} files to the first block's mask")
     print(f"{sum(lines[x] for x in waiting):6,}  in {len(waiting)} files that wait for it")
 
 

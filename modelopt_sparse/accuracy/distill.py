@@ -6,9 +6,10 @@ what is no logits of a head, the output itself is kept.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,10 +27,13 @@ from modelopt_sparse.accuracy.tuning import (
 )
 from modelopt_sparse.calibration.data import Call
 from modelopt_sparse.calibration.forward import CalibrationData
+from modelopt_sparse.methods.base import Method
+from modelopt_sparse.model.devices import input_device, refuse_offloaded
 from modelopt_sparse.model.hf import is_encoder_decoder
 from modelopt_sparse.model.masking import named_masks
 from modelopt_sparse.model.output import Output, in_words
-from modelopt_sparse.plan.options import HELD_BACK_FOR_OUTPUTS
+from modelopt_sparse.plan.options import HELD_BACK_FOR_OUTPUTS, SparsifyConfig
+from modelopt_sparse.plan.planner import plan_for
 from modelopt_sparse.reports.values import Distilled
 from modelopt_sparse.run import Run
 
@@ -113,6 +117,68 @@ class Teacher:
         except ValueError as error:
             why = f"the output head puts out something else beside other samples ({error})"
             raise ValueError(f"distill: {why}: leave distill out") from error
+
+
+# whether a model can be asked -----------------------------------------------------------------------------------------
+
+
+def refuse_to_distill(model: nn.Module, config: SparsifyConfig) -> None:
+    """Raise ValueError for a model that is not whole on one device."""
+    refuse_offloaded(model, [model], "distill")
+    home, device = input_device(model), config.device
+    if device is not None and (device.type != home.type or device.index not in (None, home.index)):
+        raise ValueError(
+            f"distill runs the whole model, which is on {home}, and device={str(device)!r} "
+            "moves one block at a time: move the model there itself, or leave distill out"
+        )
+
+
+def distillable(data: CalibrationData, method: Method) -> CalibrationData:
+    """Try to distill with one call of the dense model. If distillation is optional and fails, the run leaves it out,
+    and the report says why; otherwise ValueError is raised."""
+    run, why = data.run, None
+    try:
+        if data.calls is None or not run.config.enforce:
+            raise ValueError(f"{'enforce=False' if data.calls else 'a forward_loop'} goes with none")
+        refuse_to_distill(run.model, run.config)
+        Teacher.of(replace(data, calls=data.calls[:1]))
+    except ValueError as error:
+        if run.config.must_distill:
+            raise
+        why = str(error).removeprefix("distill: ").removesuffix(": leave distill out")
+    why = next(filter(None, run.processes.all_gather("whether the model can be distilled", why)), None)
+    if why is None:
+        return data
+    run.report.settings["distill"] = None
+    run.report.notes.append(f"no distillation: {why}")
+    config = replace(run.config, distill=None)
+    return replace(data, run=replace(run, plan=plan_for(run.model, method, config), config=config))
+
+
+def judge_of(data: CalibrationData) -> Callable[[], float] | None:
+    """Make the function that measures how far the model's output is from what it is now, on the calls held back to try
+    ways of tuning. None where nothing is left open by `Reconstruct`, or where the model cannot be asked, as the
+    report says."""
+    run, options, judge, why = data.run, data.run.config.reconstruct, None, None
+    if options is None or not options.tries:
+        return None
+    try:
+        if data.calls is None or not run.storage.resident:
+            raise ValueError("the model is streamed" if data.calls else "a forward_loop calls it in its own way")
+        refuse_to_distill(run.model, run.config)
+        batches = BatchNumbers.of_calls(data, one_of=HELD_BACK_FOR_OUTPUTS)
+        teacher = Teacher.of(data, [batches.local[n] for n in batches.held_back if n in batches.local] or [0])
+        judge = partial(batches.validation_error, teacher.divergence)
+    except ValueError as error:
+        why = str(error).removeprefix("distill: ").removesuffix(": leave distill out")
+    why = next(filter(None, run.processes.all_gather("whether the model can be asked", why)), None)
+    if why is not None:
+        run.report.notes.append(f"how blocks are tuned is chosen by their own errors, not by the model's output: {why}")
+        return None
+    return judge
+
+
+# distillation ---------------------------------------------------------------------------------------------------------
 
 
 def distill_from(teacher: Teacher, run: Run) -> None:

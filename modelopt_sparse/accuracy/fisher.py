@@ -20,7 +20,6 @@ from torch.utils.checkpoint import checkpoint
 from modelopt_sparse.accuracy.tuning import only_these_require_grad
 from modelopt_sparse.calibration.data import batch_rows
 from modelopt_sparse.calibration.forward import CalibrationData, NumberedCall
-from modelopt_sparse.calibration.stats import shared_sums
 from modelopt_sparse.model.devices import flat_tensors, has_hook, input_device
 from modelopt_sparse.model.layers import Layer
 from modelopt_sparse.model.output import OutputError, size_of
@@ -169,7 +168,7 @@ def gradients_of(data: CalibrationData, blocks: Sequence[nn.Module], layers: Seq
         hooks.enter_context(run.model.register_forward_hook(after_model))
         hooks.enter_context(torch.enable_grad())
         data.run_model(under_way.append, numbers=numbers)
-    totals = shared_sums(sums.by_key, run.processes, run.config.device or torch.device("cpu"))
+    totals = run.processes.sum_by_key("gradients", sums.by_key, run.config.device or torch.device("cpu"))
     by_call = [values for by_rank in run.processes.all_gather("the tokens of gradients", moments) for values in by_rank]
     tokens = size_of([sum(column) for column in zip(*by_call)] or [0.0])
     if not tokens:

@@ -174,7 +174,7 @@ def tabled(data: CalibrationData) -> tuple[CalibrationData, ChoiceCosts]:
             written = {name: {str(choice or DENSE): x for choice, x in row.items()} for name, row in losses.items()}
             facts = {"shapes": shapes, **run.config.counts(), "losses": written}
             file.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-    return data, ChoiceCosts(run.plan, losses, run.config, (data.dense or run_dense(data).dense).rows)
+    return data, ChoiceCosts(run.plan, losses, run.config, (data.dense or run_dense(data).dense).rows_of_a_unit)
 
 
 def _read(file: Path, run: Run) -> Losses:

@@ -6,6 +6,7 @@ from it, each with its layers.
 """
 
 import hashlib
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -54,17 +55,15 @@ READ = "its parent reads the weight without calling the layer, so that no data r
 class SeenInputs:
     """Facts about layers' inputs in the dense run. ``block_of``: layer name -> the one block that it is in, or None.
 
-    order: layer name -> position of its first call.
+    order: layer name -> its first call: the number of the model's call, and how many layers were called before.
     input_of: layer name -> the first layer of its block that got the same input.
     varying: layers that share an input with others at some times only.
-    first_call: layer name -> the number of the first call of the model that reached it.
     """
 
     def __init__(self, block_of: Mapping[str, str | None]) -> None:
-        self.order: dict[str, int] = {}
+        self.order: dict[str, tuple[float, int]] = {}
         self.input_of: dict[str, str] = {}
         self.varying: set[str] = set()
-        self.first_call: dict[str, int] = {}
         self.finite: dict[str, Tensor] = {}
         self.block_of = block_of
         # of the call under way: layer name -> its inputs; by block, input -> the first layer that got it, and the
@@ -85,11 +84,14 @@ class SeenInputs:
         self._keys.setdefault(layer.name, []).append(input_key(layer, inputs))
         if self.input_of.setdefault(layer.name, leader if self._number == 0 else layer.name) != leader:
             self.varying.add(layer.name)
-        self.order.setdefault(layer.name, len(self.order))
-        self.first_call.setdefault(layer.name, self._number)
+        self.order.setdefault(layer.name, (self._number, len(self.order)))
         for x in inputs:
             finite = torch.isfinite((x if token_mask is None else x[token_mask]).detach().float().sum())
             self.finite[layer.name] = self.finite.get(layer.name, finite) & finite
+
+    def first_call(self, layer_plan: LayerPlan) -> tuple[float, int]:
+        """What layers are sorted by; those that no call has reached come last."""
+        return self.order.get(layer_plan.name, (math.inf, 0))
 
     def _leader(self, layer: Layer, inputs: tuple[Tensor, ...]) -> str:
         block, leaders = self.block_of[layer.name], self._leaders
@@ -126,7 +128,7 @@ class DenseRun:
     again: what runs the calls. calls: all of this process, with their ways.
     order: of blocks. whole: stacks whose blocks are calibrated through runs of the whole model.
     rows: under a budget, layer name -> how many rows each of its matrices was multiplied with, on average, padding
-      included, in calls of so many ``units``; once all processes have agreed, for each unit.
+      included, in calls of so many ``units``.
     """
 
     data: CalibrationData
@@ -137,6 +139,10 @@ class DenseRun:
     whole: set[Stack] = field(default_factory=set)
     rows: dict[str, Fraction] = field(default_factory=dict)
     units: int = 0
+
+    @property
+    def rows_of_a_unit(self) -> dict[str, Fraction]:
+        return {name: rows / max(self.units, 1) for name, rows in self.rows.items()}
 
     def only(self, numbers: Sequence[int]) -> "DenseRun":
         """A copy with the calls of these numbers alone."""
@@ -175,7 +181,8 @@ def run_dense(data: CalibrationData) -> CalibrationData:
     dense = DenseRun(data, SeenInputs(_block_of_layers(run.plan)), Calls(data))
     with _compared(run.plan) as others:
         tried = _run_loop(dense) if data.calls is None else _run_calls(dense, data.calls)
-    _agree(dense)
+    if run.processes.size > 1:
+        _agree(dense)
     run = _without_others(run, others, _read_by_parents(dense))
     dense.data = replace(data, run=run)
     _check(dense.inputs, run)
@@ -197,12 +204,11 @@ def _block_of_layers(plan: Plan) -> dict[str, str | None]:
 
 def in_call_order(plan: Plan, dense: DenseRun) -> tuple[list[Stack | LayerPlan], dict[str | None, list[LayerPlan]]]:
     """(stacks, and layers outside of all blocks; block -> its layers), in the order of their first calls."""
-    order, block_of = dense.inputs.order, dense.inputs.block_of
-    layer_plans = sorted(plan.layers, key=lambda layer_plan: order[layer_plan.name])
-    by_block = grouped(layer_plans, lambda layer_plan: block_of[layer_plan.name])
-    starts: list[tuple[int, Stack | LayerPlan]] = [(order[p.name], p) for p in by_block.get(None, [])]
+    first_call, block_of = dense.inputs.first_call, dense.inputs.block_of
+    by_block = grouped(sorted(plan.layers, key=first_call), lambda layer_plan: block_of[layer_plan.name])
+    starts: list[tuple[Any, Stack | LayerPlan]] = [(first_call(plan), plan) for plan in by_block.get(None, [])]
     for stack in plan.stacks:
-        if calls := [order[layer_plan.name] for name in stack.names for layer_plan in by_block.get(name, [])]:
+        if calls := [first_call(layer_plan) for name in stack.names for layer_plan in by_block.get(name, [])]:
             starts.append((min(calls), stack))
     return [start for _, start in sorted(starts, key=lambda pair: pair[0])], by_block
 
@@ -396,7 +402,7 @@ def _agree(dense: DenseRun) -> None:
     """Merge the facts of all processes into those that one process would see which goes over all batches in order."""
     seen, run = dense.inputs, dense.data.run
     facts: Any = (
-        {name: (seen.first_call[name] * run.processes.size + run.processes.rank, n) for name, n in seen.order.items()},
+        {name: (call * run.processes.size + run.processes.rank, n) for name, (call, n) in seen.order.items()},
         seen.input_of,
         {name: bool(value) for name, value in seen.finite.items()},
         seen.varying,
@@ -406,18 +412,17 @@ def _agree(dense: DenseRun) -> None:
     )
     by_rank = run.processes.all_gather("the dense run", facts)
     positions, inputs, finites, varying, calibrations, rows, units = zip(*by_rank)
-    firsts: dict[str, tuple[int, int]] = {}
+    seen.order = {}
     for by_name in positions:
         for name, position in by_name.items():
-            firsts[name] = min(position, firsts.get(name, position))
-    seen.order = {name: number for number, name in enumerate(sorted(firsts, key=firsts.__getitem__))}
+            seen.order[name] = min(position, seen.order.get(name, position))
     seen.input_of = {name: inputs[0].get(name, name) for name in seen.order}  # rank 0 has the first batch
     seen.finite = {name: torch.tensor(all(by_name.get(name, True) for by_name in finites)) for name in seen.order}
     seen.varying = set().union(*varying)
-    totals = {name: sum(rank_rows.get(name, 0) for rank_rows in rows) for name in seen.order}
-    dense.rows = {name: Fraction(total, max(sum(units), 1)) for name, total in totals.items()}
+    dense.rows = {name: sum((rank_rows.get(name, Fraction()) for rank_rows in rows), Fraction()) for name in seen.order}
+    dense.units = sum(units)
     run.report.calibration["calls"] = sum(calibration["calls"] for calibration in calibrations)
-    if run.processes.size > 1 and dense.data.sha256 is None:  # each process has data of its own
+    if dense.data.sha256 is None:  # each process has data of its own
         together = "".join(calibration["sha256"] for calibration in calibrations)
         run.report.calibration["sha256"] = hashlib.sha256(together.encode()).hexdigest()
 
@@ -437,7 +442,7 @@ def _merged(ways: Any) -> list[int]:
 
 
 def _check(seen: SeenInputs, run: Run) -> None:
-    """Raise ValueError for layers without data; layers that need none come last in the order."""
+    """Raise ValueError for layers without data that need some."""
     plan = run.plan
     unseen = [layer_plan for layer_plan in plan.layers if layer_plan.name not in seen.order]
     mixtures = {layer_plan.layer.mixture for layer_plan in plan.layers if layer_plan.name in seen.order}
@@ -451,7 +456,6 @@ def _check(seen: SeenInputs, run: Run) -> None:
         advice = "give data that reaches them (images, if they take images), or exclude them"
         raise ValueError(f"{len(needing)} layers saw no calibration data: {first_few(needing)}: {advice}")
     for layer_plan in unseen:
-        seen.order[layer_plan.name] = len(seen.order)
         seen.input_of[layer_plan.name] = layer_plan.name
     for name, finite in seen.finite.items():
         if not finite:
@@ -524,7 +528,7 @@ def _why_whole(
         for name, block in zip(stack.names, stack.blocks):
             if block in dense.again.outside:
                 return stack, "its blocks are called outside of a call of the model"
-            reached = any(layer_plan.name in dense.inputs.first_call for layer_plan in by_block.get(name, []))
+            reached = any(layer_plan.name in dense.inputs.order for layer_plan in by_block.get(name, []))
             if reached and block not in order:
                 return stack, "not its blocks are called, but what is inside of them"
     for call in dense.calls if dense.data.run.config.sequential == "none" else ():

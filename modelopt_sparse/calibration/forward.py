@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from traceback import walk_tb
 from typing import Any, Literal
 
@@ -96,12 +95,14 @@ class PaddingOfCall:
 
 def token_masks(model: nn.Module, named: Mapping[str, Any]) -> dict[Side, Tensor]:
     """The padding of one call of a module, from its arguments attention_mask and relatives."""
-    masks = _key_padding(model, named)
+    masks: dict[Side, Tensor] = {}
+    if any(name.endswith(PADDING) for name in named):
+        masks = _key_padding(model, named)
     if OWN in named:
         masks["encoder"] = masks["decoder"] = _token_mask(named, OWN)
-    if is_encoder_decoder(model):
+    labels = named.get("labels")
+    if (masks or DECODER in named or labels is not None) and is_encoder_decoder(model):
         masks.pop("decoder", None)
-        labels = named.get("labels")
         if DECODER in named:
             masks["decoder"] = _token_mask(named, DECODER)
         elif isinstance(labels, Tensor) and labels.dim() == 2:
@@ -370,6 +371,7 @@ class CalibrationData:
     metrics: block -> R, which errors of its output are measured with (accuracy/fisher.py); the plain ones without.
     sha256: of the data of all processes, if it is known before the model runs.
     dense: what running the dense model has shown, if that was asked for before (calibration/dense.py).
+    sides: see `sides_of`.
     """
 
     run: Run
@@ -378,6 +380,7 @@ class CalibrationData:
     written: int = 0
     metrics: Mapping[nn.Module, Tensor] = field(default_factory=dict)
     dense: Any = None
+    sides: Mapping[nn.Module, Around] = field(default_factory=dict)
 
     @classmethod
     def load(cls, run: Run, calls: list[Call] | None = None) -> "CalibrationData":
@@ -414,9 +417,9 @@ class CalibrationData:
         dense = self.dense and self.dense.only(numbers)
         return replace(self, calls=[self.calls[number] for number in numbers], written=0, dense=dense)
 
-    @cached_property
-    def sides(self) -> Mapping[nn.Module, Around]:
-        return sides_of(self.run)
+    def __post_init__(self) -> None:
+        if not self.sides:
+            self.sides = sides_of(self.run)
 
     def masks_of(self, call: Call) -> PaddingOfCall:
         """The padding of a call, as far as its arguments tell it."""

@@ -479,19 +479,6 @@ EXCHANGE = "statistics"
 Names = tuple[str, ...]
 
 
-def shared_sums(local: Mapping[Any, Tensor], processes: Processes, device: torch.device) -> dict[Any, Tensor]:
-    """All-reduce sums by key; a process may lack some. Those of one key have the same shape, or one has fewer axes.
-    ``device``: of zeros for the sums that this process lacks."""
-    shapes: dict[Any, Tensor] = {}  # on "meta"
-    for rank_shapes in processes.all_gather(EXCHANGE, {key: x.to("meta") for key, x in local.items()}):
-        for key, like in rank_shapes.items():
-            shapes[key] = shapes[key] + like if key in shapes else like
-    nothing = torch.zeros((), device=next((x.device for x in local.values()), device))
-    sums = {key: local.get(key, nothing).to(like.dtype).expand(like.shape).contiguous() for key, like in shapes.items()}
-    processes.all_reduce(EXCHANGE, list(sums.values()))
-    return sums
-
-
 def groups_of(collector: Collector, run: Run) -> Groups | None:
     """(names of layers with one input, their statistics) once all calls are over, the same in all processes. None, in
     all of them, if layers have shared an input in one call but not in another: all calls have to be run once more, by
@@ -507,7 +494,7 @@ def _added_up(groups: Groups, changed: bool, needs: Mapping[str, str], run: Run)
     """Add up the groups of all processes -> (groups, whether layers share an input only in some calls or processes)."""
     local, merged = {tuple(names): stats for names, stats in groups}, dict[Names, Stats]()
     device = run.config.device or torch.device("cpu")
-    totals = shared_sums({names: _sums(stats) for names, stats in local.items()}, run.processes, device)
+    totals = run.processes.sum_by_key(EXCHANGE, {names: _sums(stats) for names, stats in local.items()}, device)
     without = {names: _without_sums(stats) for names, stats in local.items()}
     for rank_stats, rank_changed in run.processes.all_gather(EXCHANGE, (without, changed)):
         changed |= rank_changed
@@ -550,7 +537,7 @@ def pool_of(stats: DeferredStats, run: Run) -> Stats:
         total = stats.square_sums.new_zeros(columns, columns)
         for route in stats.routes:
             _add_gram(total, route)
-        gram = shared_sums({POOL: total}, run.processes, total.device)[POOL]
+        (gram,) = run.processes.sum_by_key(POOL, {POOL: total}, total.device).values()
     return Stats(stats.tokens, stats.square_sums.sum(0), gram)
 
 
@@ -578,7 +565,8 @@ def collect(layer_plans: Sequence[LayerPlan], inputs: Inputs, run: Run, *, one_p
             why = "its input holds NaN or inf, now that the layers before it are sparse"
             raise ValueError(f"layer {names[0]!r}: {why}: run the model in bfloat16 or float32")
     groups = [(names, stats) for names, stats in groups if not is_underflowed(stats.square_sums).all()]
-    groups = _with_listed_experts(layer_plans, groups, run)
+    if any(layer_plan.layer.mixture is not None for layer_plan in layer_plans):
+        groups = _with_listed_experts(layer_plans, groups, run)
     seen = {name for names, _ in groups for name in names}
     unseen = [layer_plan for layer_plan in layer_plans if layer_plan.name not in seen]
     for index, layer_plan in enumerate(unseen):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from modelopt_sparse.accuracy.tuning import BatchNumbers
-from modelopt_sparse.calibration.stats import add_product, completed, shared_sums
+from modelopt_sparse.calibration.stats import add_product, completed
 from modelopt_sparse.model.devices import stored
 from modelopt_sparse.model.experts import SECOND, Route
 from modelopt_sparse.run import Run
@@ -172,7 +172,7 @@ def refit_experts(
             judges, both = call.number in judging, torch.cat([rows, call.residual[call.tokens(expert)]], dim=1)
             sums[judges] = add_product(sums.get(judges), both)
         sums = {judges: completed(gram) for judges, gram in sums.items()}
-        grams = shared_sums(sums, run.processes, matrices_ERC.device)
+        grams = run.processes.sum_by_key("statistics", sums, matrices_ERC.device)
         change = _change(grams.get(False), grams.get(True), matrices_ERC.shape[-1])
         if change is not None:
             matrices_ERC[expert] += change

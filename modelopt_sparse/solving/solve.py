@@ -1,15 +1,14 @@
 """From the statistics of inputs to the solutions of layers; one block, from top to bottom; and how a solution is
 written into the model.
 
-A layer is solved at once, or in pieces where memory is short; by this process, or by one of several that exchange what
-they have solved.
+A layer is solved at once, or in pieces where memory is short; by this process, or by one of several (share.py).
 """
 
 import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -34,6 +33,7 @@ from modelopt_sparse.plan.options import SparsifyConfig
 from modelopt_sparse.plan.plan import LayerPlan
 from modelopt_sparse.reports.values import PERMUTED, LayerReport, StepReport
 from modelopt_sparse.run import Run, refuse_unusable
+from modelopt_sparse.solving.share import InputStats, SolvedPiece, assign_owners, exchanged, kind_of_layer, own_work
 
 
 @contextmanager
@@ -74,9 +74,6 @@ class Prepared:
         return state
 
 
-InputStats = Stats | DeferredStats | None  # None where a method needs none
-
-
 @dataclass(frozen=True)
 class LayerTask:
     """A layer, or some of its experts, ready to be solved.
@@ -104,16 +101,6 @@ class LayerTask:
         if isinstance(method, GivenMask):
             method = method.part(where)
         return cls(replace(layer_plan, pattern=pattern, method=method), weight, prepared, prepared.of(layer_plan))
-
-
-@dataclass(frozen=True)
-class SolvedPiece:
-    """A piece, or all of a layer, solved; ``energy`` is what its errors are relative to, the squared norm of its dense
-    output (1 if it is all)."""
-
-    solution: Solution
-    steps: list[StepReport]
-    energy: float
 
 
 def solve_piece(task: LayerTask, rows: slice, began: float, run: Run) -> SolvedPiece:
@@ -261,56 +248,7 @@ def solve_layer(layer_plan: LayerPlan, experts: range, prepared: Prepared, stats
     return joined(layer_plan, done, sizes.notes)
 
 
-# several processes ----------------------------------------------------------------------------------------------------
-
-
-def assign_owners(groups: Sequence[Sequence[LayerPlan]], run: Run) -> dict[str, dict[range, int]]:
-    """Layer name -> experts (all of anything else) -> the rank that solves them. Layers of a group share an input and
-    what is prepared from it. The costliest are dealt out first, each to the process that would be done with it
-    first.
-
-    A layer costs the seconds that one of its kind took before, if they are known of all layers, else a count of
-    operations. Experts are dealt out in ranges; those that are solved so many at a time for want of memory in turns, so
-    that no process holds the rows of more than those at a time.
-    """
-    size = run.processes.size
-    owners: dict[str, dict[range, int]] = {}
-    load = [0.0] * size
-    has: list[set[int]] = [set() for _ in load]  # the groups whose preparation a process has paid for
-    waiting: list[tuple[float, float, int, str, range]] = []
-    seconds: dict[str, Any] = {x.name: run.known.get(kind_of_layer(x)) for group in groups for x in group}
-    measured = all(value is not None for value in seconds.values())
-    for number, group in enumerate(groups):
-        for layer_plan in group:
-            *_, rows, columns = layer_plan.shape
-            matrices = step = layer_plan.matrices
-            if size > 1 and layer_plan.at_once is not None:
-                step = layer_plan.at_once
-            elif layer_plan.routed:
-                step = -(-matrices // size)
-            pieces = [range(start, min(start + step, matrices)) for start in range(0, matrices, step)]
-            owners[layer_plan.name] = {experts: turn % size for turn, experts in enumerate(pieces)}
-            for experts, owner in owners[layer_plan.name].items():
-                prepared, solved = len(experts) * columns**3 / 3, len(experts) * rows * columns**2
-                if measured:  # with what was prepared for it
-                    prepared, solved = 0, len(experts) / matrices * seconds[layer_plan.name]
-                if layer_plan.at_once is not None:
-                    load[owner] += prepared + solved
-                else:
-                    alone = len(experts) < matrices  # experts share no preparation
-                    group_number = -1 - len(waiting) if alone else number
-                    waiting.append((solved, prepared, group_number, layer_plan.name, experts))
-    for solved, prepared, number, name, experts in sorted(waiting, key=lambda work: -work[0]):
-        ends = [busy + solved + (0 if number in known else prepared) for busy, known in zip(load, has)]
-        owner = ends.index(min(ends))
-        load[owner], owners[name][experts] = ends[owner], owner
-        has[owner].add(number)
-    return owners
-
-
-def kind_of_layer(layer_plan: LayerPlan) -> tuple:
-    """The key of layers that take about the same time."""
-    return "seconds", layer_plan.recipe, layer_plan.shape, str(layer_plan.pattern)
+# the layers of some inputs -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -330,72 +268,24 @@ def solve_layers(shared_inputs: Sequence[SharedInput], run: Run) -> Iterator[Sol
     Errors name the layer: ValueError for solutions that break the method contract, MemoryError where memory runs out
     and no smaller pieces would help.
     """
-    size = run.processes.size
-    owners = assign_owners([shared.layer_plans for shared in shared_inputs], run)
-    local: dict[tuple[str, range], SolvedPiece] = {}
+    several, local = run.processes.size > 1, dict[tuple[str, range], SolvedPiece]()
+    owners = assign_owners([shared.layer_plans for shared in shared_inputs], run) if several else {}
     for shared in shared_inputs:
         prepared = Prepared(None if isinstance(shared.stats, DeferredStats) else shared.stats)
         for layer_plan in shared.layer_plans:
-            parts = [*owners[layer_plan.name].items()]
-            for first in range(0, len(parts), size):  # a turn: each process has at most one of those dealt out so
-                for experts, stats in _own_work(parts[first : first + size], shared.stats, run):
-                    solved = solve_layer(layer_plan, experts, prepared, stats, run)
-                    if size == 1:
-                        yield SolvedLayer(layer_plan, solved.solution, solved.steps, InputFacts.of(shared.stats))
-                    else:
-                        local[layer_plan.name, experts] = solved
-                    del solved, stats  # not held while the next layer is solved
-    for shared in shared_inputs if size > 1 else ():
+            if several:
+                for experts, stats in own_work(owners[layer_plan.name], shared.stats, run):
+                    local[layer_plan.name, experts] = solve_layer(layer_plan, experts, prepared, stats, run)
+                    del stats  # not held while the next layer is solved
+                continue
+            solved = solve_layer(layer_plan, range(layer_plan.matrices), prepared, shared.stats, run)
+            yield SolvedLayer(layer_plan, solved.solution, solved.steps, InputFacts.of(shared.stats))
+            del solved
+    for shared in shared_inputs if several else ():
         for layer_plan in shared.layer_plans:
-            solved = joined(layer_plan, _exchanged(layer_plan, owners[layer_plan.name], local, run))
+            solved = joined(layer_plan, exchanged(layer_plan, owners[layer_plan.name], local, run))
             run.known[kind_of_layer(layer_plan)] = sum(step.seconds for step in solved.steps)
             yield SolvedLayer(layer_plan, solved.solution, solved.steps, InputFacts.of(shared.stats))
-
-
-def _own_work(turn: Sequence[tuple[range, int]], stats: InputStats, run: Run) -> list[tuple[range, InputStats]]:
-    """The experts (or all of a layer that has none) that this process solves in a turn, with what forms their sums."""
-    work: list[tuple[range, InputStats]] = []
-    for experts, owner in turn:
-        held = stats.sent_to(owner, experts, run.processes) if isinstance(stats, DeferredStats) else stats
-        if owner == run.processes.rank:
-            work.append((experts, held))
-    return work
-
-
-def _exchanged(
-    layer_plan: LayerPlan, owners: Mapping[range, int], local: dict[tuple[str, range], SolvedPiece], run: Run
-) -> list[SolvedPiece]:
-    """Send the solved pieces of a layer to all processes. Those of this process are taken out of ``local``."""
-    device = run.config.device or layer_plan.layer.values.device
-    pieces = []
-    for experts, owner in owners.items():
-        shape = (len(experts), *layer_plan.shape[-2:]) if layer_plan.routed else layer_plan.shape
-        part, facts = local.pop((layer_plan.name, experts), None), None
-        if part is None:
-            weight = torch.empty(shape, dtype=layer_plan.layer.parameter.dtype, device=device)
-            bits = torch.empty(-(-math.prod(shape) // 8), dtype=torch.uint8, device=device)
-        else:
-            weight, bits = part.solution.weight, as_bits(part.solution.mask)
-            facts = (part.solution.error, part.solution.notes, part.steps, part.energy)
-        by_rank = run.processes.broadcast(f"layer {layer_plan.name!r}", [weight, bits], [owner] * 2, facts)
-        error, notes, steps, energy = by_rank[owner]
-        pieces.append(part or SolvedPiece(Solution(weight, from_bits(bits, shape), error, notes), steps, energy))
-    return pieces
-
-
-# As numbers of 64 bits, 8 bytes of 0 or 1 times this have their bits in the last byte, and each byte times this has a
-# bit of its own at the end of each of 8 bytes. It takes less time than the bytes that it saves take on the way.
-SPREAD = 0x8040201008040201 - 2**64
-
-
-def as_bits(mask: Tensor) -> Tensor:
-    padded = torch.nn.functional.pad(mask.flatten(), (0, -mask.numel() % 8))
-    return (padded.view(torch.int64) * SPREAD >> 56).to(torch.uint8)
-
-
-def from_bits(bits: Tensor, shape: Sequence[int]) -> Tensor:
-    mask = (bits.long() * SPREAD >> 7 & 0x0101010101010101).view(torch.bool)
-    return mask[: math.prod(shape)].view(*shape)
 
 
 # one block, from top to bottom ---------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ import modelopt_sparse as mts
 from modelopt_sparse import distributed
 from modelopt_sparse.accuracy.tuning import BatchNumbers, TunedWeights
 from modelopt_sparse.calibration.dense import blocks_in_call_order
-from modelopt_sparse.calibration.stats import collect, shared_sums
+from modelopt_sparse.calibration.stats import collect
 from modelopt_sparse.cli.commands import main as run_command
 from modelopt_sparse.distributed import RankError
 from modelopt_sparse.methods.base import Method, Stats
@@ -260,7 +260,7 @@ def added_up() -> Found:
             "of fewer axes": torch.ones((3,) if rank() == 0 else (2, 3)),
         }
         own |= {"of the last": torch.arange(3.0)} if rank() == size() - 1 else {}
-        sums = shared_sums(own, processes, torch.device("cpu"))
+        sums = processes.sum_by_key("sums", own, torch.device("cpu"))
         processes.barrier()
     return {"gradients": gradients, "sums": sums}
 

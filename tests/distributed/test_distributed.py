@@ -21,7 +21,7 @@ from modelopt_sparse import distributed
 from modelopt_sparse.distributed import Processes, count_processes
 from modelopt_sparse.plan.plan import LayerPlan, checksum
 from modelopt_sparse.plan.planner import make_plan
-from modelopt_sparse.solving.solve import as_bits, assign_owners, from_bits, kind_of_layer
+from modelopt_sparse.solving.share import as_bits, assign_owners, from_bits, kind_of_layer
 from tests.distributed import ranks
 from tests.helpers import TESTBED, assert_alike, assert_bits, calibrated_run, tiny_llama, token_batches, trained_model
 
