@@ -204,9 +204,12 @@ class Progress:
 
 @dataclass(frozen=True)
 class Run:
-    """``known``: what was found of layers and blocks of one kind, and holds for the next of it: in how large pieces
-    layers are solved, once memory has run out (solving/solve.py); False of a reordering that changes what a block
-    computes (accuracy/permute.py)."""
+    """What every part of a run is given; and what holds for the next layer or block of a kind that was met.
+
+    piece_sizes: kind of layer -> (experts, rows) that are solved at once, since memory ran out.
+    solve_seconds: kind of layer -> the seconds that the last one took to solve, in several processes.
+    fixed_orders: kinds of channels whose reordering changes what the block computes.
+    """
 
     model: nn.Module
     plan: Plan
@@ -214,7 +217,9 @@ class Run:
     storage: Storage
     processes: Processes
     report: Report
-    known: dict[Any, Any] = field(default_factory=dict)
+    piece_sizes: dict[tuple, tuple[int, int]] = field(default_factory=dict)
+    solve_seconds: dict[tuple, float] = field(default_factory=dict)
+    fixed_orders: set[tuple] = field(default_factory=set)
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:

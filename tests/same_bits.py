@@ -597,7 +597,7 @@ sparse llama: sparsegpt autocast=bfloat16; alps dtype=FLOAT64
 sparse llama: sparsegpt dtype=BFLOAT16 polish=2 reconstruct=1; wanda quality=balanced sequential=stage
 sparse llama: DEFAULT quality=fast; DEFAULT quality=balanced; DEFAULT quality=balanced pattern=0.5
 sparse llama: DEFAULT quality=best; sparsegpt permute=true; ria polish=true; alps update=false
-sparse llama: sparsegpt update=false; sparsegpt reconstruct=true; wanda reconstruct=CHILDREN
+sparse llama: sparsegpt update=false; sparsegpt reconstruct=true; wanda reconstruct=NO_VECTORS
 sparse llama: wanda pattern=60%
 sparse llama: wanda budget="60% zeros"; wanda rules=RULES; sparsegpt enforce=false
 sparse untied: wanda include='["*.1.*", "lm_head"]' exclude=*.o_proj
@@ -671,7 +671,7 @@ OTHERS: dict[str, Callable[[], Result]] = {
     "own masks, polish, reconstruct": partial(masked, polish=True, reconstruct=1),
     "sparse twice": twice,
     "stopped stream": stopped,
-    "stopped stream, permute, reconstruct": partial(stopped, permute=True, reconstruct={"target": "sparse"}),
+    "stopped stream, permute, reconstruct": partial(stopped, permute=True, reconstruct=True),
     "commands: sparsify": partial(commands, f"{CALIBRATED} --method wanda --eval text.txt --json"),
     "commands: sparsify --stream": partial(commands, f"{CALIBRATED} --quality fast --stream --spill --set pattern=4:8"),
     "commands: plan": partial(commands, "plan dense --data text.txt", "plan dense --pattern 50% --json"),
@@ -704,7 +704,7 @@ def value_of(word: str) -> Any:
         "FLOAT64": torch.float64,
         "OWN": own_method(),
         "MODES": [("sparsegpt", {"nn.Linear": {"*": {}, "*.k_proj": None}})],  # ModelOpt's
-        "CHILDREN": {"epochs": 2, "target": "sparse", "parts": "children", "norms_and_biases": False},
+        "NO_VECTORS": {"epochs": 2, "norms_and_biases": False},
         "RULES": rules,
         "TOKENS": tokens(),
         "SHORT": lambda batch: {"input_ids": batch[:, :7]},

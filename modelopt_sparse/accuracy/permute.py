@@ -77,7 +77,7 @@ def permute(block: BlockTask, inputs: Inputs, run: Run, undo: ExitStack) -> dict
             consumer = candidate.consumer
             names = (layer.name.removeprefix(block.name) for layer in (consumer.layer, *candidate.producers))
             kind = type(inputs.block), *names, candidate.head
-            if consumer.name in permuted or consumer.name not in stats or kind in run.known:
+            if consumer.name in permuted or consumer.name not in stats or kind in run.fixed_orders:
                 continue
             pattern, square_sums = consumer.pattern, stats[consumer.name].with_dead_channels().square_sums
             assert isinstance(pattern, NM)
@@ -88,7 +88,7 @@ def permute(block: BlockTask, inputs: Inputs, run: Run, undo: ExitStack) -> dict
                 continue
             moved = _moved(moves, inputs, dense, run)
             if moved is False:
-                run.known[kind] = False
+                run.fixed_orders.add(kind)
             if moved:
                 undo.callback(_reorder, [(layer, dim, order.argsort()) for layer, dim, order in moves])
                 permuted[consumer.name] = (

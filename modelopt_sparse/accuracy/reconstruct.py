@@ -35,38 +35,21 @@ from modelopt_sparse.run import Run
 
 
 @dataclass(frozen=True)
-class TunedModule:
-    """A module that is tuned as one: its output (``module`` is the block, or a child of it) should come close to
-    ``goals``, one for each calibration batch of this process. ``metric``: R, errors are those of outputs times R."""
+class Goals:
+    """What a block is tuned towards: the dense block's ``outputs``, one for each calibration batch of this process.
+    ``metric``: R, errors are those of outputs times R."""
 
-    name: str
-    module: nn.Module
-    goals: list[Tensor]
-    metric: Tensor | None = None
+    outputs: list[Tensor]
+    metric: Tensor | None
 
 
-def dense_goals(block: BlockTask, inputs: Inputs, run: Run) -> list[TunedModule]:
-    """The modules of a block that are tuned, with their outputs; call it while the block is dense. Empty for a block
-    that cannot be run by itself, as the report says."""
-    options = run.config.reconstruct
-    assert options is not None
+def dense_goals(block: BlockTask, inputs: Inputs, run: Run) -> Goals | None:
+    """What the block puts out while it is dense. None for a block that is not tuned: it has no layers, or cannot be run
+    by itself, as the report says."""
     if not isinstance(inputs, AtBlock) or not inputs.once:
-        return []
-    modules = {block.name: inputs.block} if block.layer_plans else {}
-    if options.parts == "children":
-        holding = {
-            name: child
-            for layer_plan in block.layer_plans
-            for name, child in inputs.block.named_children()
-            if layer_plan.layer.owner in set(child.modules())
-        }
-        modules = {f"{block.name}.{name}": child for name, child in list(holding.items())[:-1]} | modules
-    goals = inputs.dense_outputs(list(modules.values()))
-    metrics = inputs.data.metrics
-    return [
-        TunedModule(name, module, module_goals, metrics.get(module))
-        for (name, module), module_goals in zip(modules.items(), goals)
-    ]
+        return None
+    outputs = inputs.dense_outputs(wanted=bool(block.layer_plans))
+    return Goals(outputs, inputs.data.metrics.get(inputs.block)) if block.layer_plans else None
 
 
 RATES = (0.2, 0.1, 0.4)  # learning rates that are tried
@@ -93,14 +76,14 @@ Copies = list[tuple[nn.Parameter, Tensor, Tensor | None]]
 
 def reconstruct(
     block: BlockTask,
-    tuned: list[TunedModule],
+    goals: Goals,
     masks: Masks,
     movable: Mapping[nn.Parameter, Movable],
     inputs: Inputs,
     run: Run,
     judge: Callable[[], float] | None = None,
 ) -> None:
-    """Tune a block in place, module by module, and report it. ``masks`` are those of the weights pruned in this run
+    """Tune a block in place, and report it. ``masks`` are those of the weights pruned in this run
     (True = kept; None: all of it is tuned); those of ``movable`` may move.
 
     The first block of a stack is tuned in the ways that `Reconstruct` leaves open ("auto"), one of which is not to tune
@@ -114,7 +97,9 @@ def reconstruct(
     assert options is not None
     assert isinstance(inputs, AtBlock)
     weights = dict(tunable(run.model, inputs.block, masks, vectors=options.norms_and_biases))
-    left_open = _left_open(inputs, movable, tuned, proved=judge is not None)
+    if not weights:  # other blocks hold them as well
+        return
+    left_open = _left_open(inputs, movable, goals, proved=judge is not None)
     way, losses = Way(*(values[0] for values in left_open)), dict[Way, float]()
     solved = _copies(weights, movable) if max(map(len, left_open)) > 1 else []
     try:
@@ -123,27 +108,24 @@ def reconstruct(
             for candidate in others:
                 if candidate in losses:
                     continue
-                if reports := _tuned_parts(block, tuned, weights, movable, inputs, candidate, HELD_BACK_FOR_OUTPUTS):
-                    loss = reports[-1].error_after if judge is None else judge()
-                    losses[candidate] = loss if math.isfinite(loss) else math.inf
+                report = _tuned(block, goals, weights, movable, inputs, candidate, HELD_BACK_FOR_OUTPUTS)
+                loss = report.error_after if judge is None else judge()
+                losses[candidate] = loss if math.isfinite(loss) else math.inf
                 _write(solved, movable)
             way = min(losses, key=losses.__getitem__, default=way)
-        reports = _tuned_parts(block, tuned, weights, movable, inputs, way, HELD_BACK)
+        report = _tuned(block, goals, weights, movable, inputs, way, HELD_BACK)
     except BaseException:
-        run.report.notes.append(
-            f"{tuned[-1].name!r}: its reconstruction was broken off; it has the best values up to then"
-        )
+        run.report.notes.append(f"{block.name!r}: its reconstruction was broken off; it has the best values up to then")
         raise
     measure = "error of the block" if judge is None else "divergence of the model's output"
     notes = [f"{way}: {loss:.4g}" for way, loss in losses.items()]
     notes = [f"taken: {way}, by the {measure} on the batches held back", *notes] if notes else []
-    for report in reports:
-        report = replace(report, way=str(way), notes=[*report.notes, *notes])
-        run.report.reconstructed(report, {layer_plan.name for layer_plan in block.layer_plans})
+    report = replace(report, way=str(way), notes=[*report.notes, *notes])
+    run.report.reconstructed(report, {layer_plan.name for layer_plan in block.layer_plans})
 
 
 def _left_open(
-    inputs: AtBlock, movable: Mapping[nn.Parameter, Movable], tuned: list[TunedModule], *, proved: bool
+    inputs: AtBlock, movable: Mapping[nn.Parameter, Movable], goals: Goals, *, proved: bool
 ) -> list[list[Any]]:
     """The values to try for each field of `Way`: those that the options allow, or the ones that an earlier block of the
     stack has taken, by the report. Errors in two metrics cannot be compared: unless the model's output is asked, the
@@ -153,7 +135,7 @@ def _left_open(
     rates = [*RATES, AS_SOLVED] if options.learning_rate == "auto" else [options.learning_rate]
     moves = {"frozen": [False], "move": [True], "auto": [False, True]}[options.masks] if movable else [False]
     metrics = {"plain": [False], "fisher": [True], "auto": [False, True]}[options.metric]
-    metrics = [False] if tuned[-1].metric is None else metrics if proved else metrics[-1:]
+    metrics = [False] if goals.metric is None else metrics if proved else metrics[-1:]
     stack = inputs.again.stack_of[inputs.block]
     taken = {report.way for report in inputs.run.report.blocks if report.name.startswith(stack.names)}
     known = [way for way in map(Way._make, product(rates, moves, metrics)) if str(way) in taken]
@@ -178,32 +160,46 @@ def _write(copies: Copies, movable: Mapping[nn.Parameter, Movable]) -> None:
         weight.copy_(value)
 
 
-def _tuned_parts(
+def _tuned(
     block: BlockTask,
-    tuned: list[TunedModule],
+    goals: Goals,
     weights: Masks,
     movable: Mapping[nn.Parameter, Movable],
     inputs: AtBlock,
     way: Way,
     one_of: int,
-) -> list[BlockReport]:
-    """Tune the modules one by one; what inner ones hold is not tuned again. One of ``one_of`` steps is held back."""
-    run, outputs, movable = inputs.run, outputs_of(block.layer_plans), movable if way.moves else {}
-    assert run.config.reconstruct is not None
-    epochs = 0 if way.rate == AS_SOLVED else run.config.reconstruct.epochs
-    rest, reports = dict(weights), list[BlockReport]()
-    with forward_context(run):
-        token_masks = _token_masks(block, inputs, tuned[-1].goals)
+) -> BlockReport:
+    """Tune the ``weights`` of a block with their masks. One of ``one_of`` steps is held back."""
+    config, began = inputs.run.config, time.perf_counter()
+    assert config.reconstruct is not None
+    movable, metric = movable if way.moves else {}, goals.metric if way.fisher else None
+    epochs = 0 if way.rate == AS_SOLVED else config.reconstruct.epochs
+
+    def squared(values: Tensor, index: int) -> Tensor:
+        """The squared norm of the values of real tokens, in the metric."""
+        token_mask = token_masks[index]
+        real = values if token_mask is None else values[token_mask]
+        return (real if metric is None else real @ metric.to(real.device)).square().sum()
+
+    def error(index: int) -> Tensor:
+        output = inputs.outputs_of([inputs.block], index)[0]
+        return squared(output.float() - goals.outputs[index].float(), index)
+
+    def loss(index: int) -> Tensor:
+        # scaled so that neither its gradients nor those inside of the block leave float16's range
+        return error(index) / max(step_energies[index], 1e-30) * sizes[index] ** 0.5
+
+    values = TunedWeights(weights, outputs_of(block.layer_plans), way.rate, movable)
+    with forward_context(inputs.run), only_these_require_grad(inputs.block, weights, masked=not movable):
+        token_masks = _token_masks(block, inputs, goals.outputs)
         batches = BatchNumbers.of_calls(inputs.data, [call.numbered.number for call in inputs.calls], one_of)
-        for part in tuned:
-            part = part if way.fisher else replace(part, metric=None)
-            inside = set(part.module.parameters())
-            chosen = {parameter: rest.pop(parameter) for parameter in list(rest) if parameter in inside}
-            if chosen:
-                values = TunedWeights(chosen, outputs, way.rate, movable)
-                with only_these_require_grad(inputs.block, chosen, masked=not movable):
-                    reports.append(_tuned(part, inputs, token_masks, batches, values, epochs))
-    return reports
+        energies = [float(squared(goal.float(), index)) for index, goal in enumerate(goals.outputs)]
+        step_energies, sizes = batches.per_step(energies), batches.per_step([goal.numel() for goal in goals.outputs])
+        judge = partial(batches.validation_error, lambda index: (float(error(index)), energies[index]))
+        before = judge()
+        values.scale_rate(before)
+        best, epoch, notes = tune(values, batches, epochs, config.seed, loss, judge, before)
+    return BlockReport(block.name, before, best, epoch, round(time.perf_counter() - began, 3), notes)
 
 
 def _token_masks(block: BlockTask, inputs: AtBlock, goals: list[Tensor]) -> list[Tensor | None]:
@@ -214,36 +210,3 @@ def _token_masks(block: BlockTask, inputs: AtBlock, goals: list[Tensor]) -> list
             shapes = f"an output of shape {list(goal.shape)}, and the token mask has shape {list(mask.shape)}"
             raise PaddingError(f"block {block.name!r} has {shapes}: {INSTEAD}")
     return [None if mask is None else mask.to(goal.device, torch.bool) for mask, goal in zip(masks, goals)]
-
-
-def _tuned(
-    part: TunedModule,
-    inputs: AtBlock,
-    token_masks: list[Tensor | None],
-    batches: BatchNumbers,
-    weights: TunedWeights,
-    epochs: int,
-) -> BlockReport:
-    config, began = inputs.data.run.config, time.perf_counter()
-
-    def squared(values: Tensor, index: int) -> Tensor:
-        """The squared norm of the values of real tokens, in the metric of the module."""
-        token_mask = token_masks[index]
-        real = values if token_mask is None else values[token_mask]
-        return (real if part.metric is None else real @ part.metric.to(real.device)).square().sum()
-
-    def error(index: int) -> Tensor:
-        output = inputs.outputs_of([part.module], index)[0]
-        return squared(output.float() - part.goals[index].float(), index)
-
-    def loss(index: int) -> Tensor:
-        # scaled so that neither its gradients nor those inside of the block leave float16's range
-        return error(index) / max(step_energies[index], 1e-30) * sizes[index] ** 0.5
-
-    energies = [float(squared(goal.float(), index)) for index, goal in enumerate(part.goals)]
-    step_energies, sizes = batches.per_step(energies), batches.per_step([goal.numel() for goal in part.goals])
-    judge = partial(batches.validation_error, lambda index: (float(error(index)), energies[index]))
-    before = judge()
-    weights.scale_rate(before)
-    best, epoch, notes = tune(weights, batches, epochs, config.seed, loss, judge, before)
-    return BlockReport(part.name, before, best, epoch, round(time.perf_counter() - began, 3), notes)

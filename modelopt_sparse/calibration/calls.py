@@ -413,8 +413,8 @@ class AtBlock:
 
     again: what runs them. walked: all of them.
     done: blocks whose outputs are final.
-    dense: the same calls on their way through the dense blocks of a stack alone, if these are what blocks are tuned
-      against; what lies before the stack is sparse.
+    dense: if blocks are reconstructed, the same calls on their way through the dense blocks of a stack alone; what lies
+      before the stack is sparse.
     calls: those that come to the ``block``.
     """
 
@@ -442,8 +442,8 @@ class AtBlock:
     def at(self, block: nn.Module) -> "AtBlock":
         """The work on a block begins."""
         self.block, self.calls = block, [call for call in self.walked if block in call.way]
-        stack, options = self.again.stack_of[block], self.run.config.reconstruct
-        if options is not None and options.target == "dense" and stack not in self.dense:
+        stack = self.again.stack_of[block]
+        if self.run.config.reconstruct is not None and stack not in self.dense:
             self.dense[stack] = [call.going_on() for call in self.walked]
         return self
 
@@ -521,18 +521,15 @@ class AtBlock:
         with self.again.watching():
             return record_outputs(run, modules)
 
-    def dense_outputs(self, modules: Sequence[nn.Module]) -> list[list[Tensor]]:
-        """For each module its outputs on all calls, to be asked for while the block is dense."""
-        calls, done, goals = self.calls, self.done, [list[Tensor]() for _ in modules]
-        if (dense := self.dense.get(self.again.stack_of[self.block])) is not None:
-            calls, done = [call for call in dense if self.block in call.way], self.done | {self.block}
-        elif not modules:
-            return []
+    def dense_outputs(self, *, wanted: bool) -> list[Tensor]:
+        """The block's first output tensor on each call that has come through dense blocks alone, if they are
+        ``wanted``; to be asked for while the block is dense."""
+        goals: list[Tensor] = []
         with self.again.watching(), forward_context(self.run):
-            for call in calls:
-                run = partial(self._run_to, call, self.block, done)
-                for goal, output in zip(goals, record_outputs(run, modules, lambda x: copied(x, self.run))):
-                    goal.append(output)
+            for call in self.dense[self.again.stack_of[self.block]]:
+                if self.block in call.way:
+                    run = partial(self._run_to, call, self.block, self.done | {self.block})
+                    goals += record_outputs(run, [self.block] * wanted, lambda x: copied(x, self.run))
         return goals
 
 

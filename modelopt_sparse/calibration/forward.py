@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from traceback import walk_tb
 from typing import Any, Literal
 
@@ -371,7 +372,6 @@ class CalibrationData:
     metrics: block -> R, which errors of its output are measured with (accuracy/fisher.py); the plain ones without.
     sha256: of the data of all processes, if it is known before the model runs.
     dense: what running the dense model has shown, if that was asked for before (calibration/dense.py).
-    sides: see `sides_of`.
     """
 
     run: Run
@@ -380,7 +380,6 @@ class CalibrationData:
     written: int = 0
     metrics: Mapping[nn.Module, Tensor] = field(default_factory=dict)
     dense: Any = None
-    sides: Mapping[nn.Module, Around] = field(default_factory=dict)
 
     @classmethod
     def load(cls, run: Run, calls: list[Call] | None = None) -> "CalibrationData":
@@ -417,9 +416,9 @@ class CalibrationData:
         dense = self.dense and self.dense.only(numbers)
         return replace(self, calls=[self.calls[number] for number in numbers], written=0, dense=dense)
 
-    def __post_init__(self) -> None:
-        if not self.sides:
-            self.sides = sides_of(self.run)
+    @cached_property
+    def sides(self) -> Mapping[nn.Module, Around]:
+        return sides_of(self.run)
 
     def masks_of(self, call: Call) -> PaddingOfCall:
         """The padding of a call, as far as its arguments tell it."""

@@ -184,10 +184,8 @@ def tight(plan: Plan, config: SparsifyConfig) -> str | None:
 
 def activation_copies(config: SparsifyConfig) -> int:
     """How many copies of the calibration data's activations are held from block to block: what the block before has put
-    out; what blocks are tuned against, and the dense blocks' own outputs if that is these."""
-    if config.reconstruct is None:
-        return 1
-    return 2 if config.reconstruct.target == "sparse" else 3
+    out; and what the dense block before has, and the dense block itself, which blocks are tuned towards."""
+    return 1 if config.reconstruct is None else 3
 
 
 # parts ----------------------------------------------------------------------------------------------------------------

@@ -206,16 +206,13 @@ def quality_of(name: object, method: Method | None = None) -> Quality:
 
 @dataclass(frozen=True, kw_only=True)
 class Reconstruct:
-    """How blocks are reconstructed.
+    """How blocks are reconstructed: each towards what it puts out in the dense model, so that it makes up for the
+    sparse blocks before it.
 
     epochs: passes over the calibration batches.
     learning_rate: of each tensor it is ``learning_rate * rms(kept weights) / sqrt(kept weights per output)``, and falls
       to 0 as a cosine. Where the block's relative squared error e is below 0.01 it is ``sqrt(e / 0.01)`` of that.
       "auto": 0.2, 0.1 and 0.4 are tried, see ``masks``.
-    target: "dense": what the block puts out in the dense model, so that it makes up for the blocks before it;
-      "sparse": what the dense block makes of the input that it gets from the sparse blocks before it.
-    parts: "block": all of it at once; "children": first each child of the block that holds pruned layers (the
-      attention) against its own output, then the rest (the MLP and the norms) against the block's.
     norms_and_biases: tune the vectors too, not only the pruned weights. Matrices that stay dense are never touched.
     masks: "frozen", or "move": which weights are kept may change in the first part of the steps (SR-STE, arXiv
       2102.04010), which needs the data that lets it pay. Masks of your own stay. "auto": both are tried on the first
@@ -231,8 +228,6 @@ class Reconstruct:
 
     epochs: int = 4
     learning_rate: float | Literal["auto"] = 0.2
-    target: Literal["dense", "sparse"] = "dense"
-    parts: Literal["block", "children"] = "block"
     norms_and_biases: bool = True
     masks: Literal["frozen", "move", "auto"] = "frozen"
     metric: Literal["plain", "fisher", "auto"] = "plain"

@@ -162,7 +162,7 @@ def _best(data: CalibrationData, tried: Sequence[TargetSizes], selection: Criter
     for sizes in tried:
         model: Any = copy.deepcopy(run.model)
         plan = plan_for(model, Magnitude(), config)
-        trial = replace(run, model=model, plan=plan, config=config, report=Report.begin((), (), {}), known={})
+        trial = replace(run, model=model, plan=plan, config=config, report=Report.begin((), (), {}), fixed_orders=set())
         divergences.append(_shrink(replace(data, run=trial), sizes, selection).kl["reconstructed"])
         if len(divergences) - divergences.index(min(divergences)) > WORSE:
             break

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,8 +40,8 @@ def assign_owners(groups: Sequence[Sequence[LayerPlan]], run: Run) -> dict[str, 
     load = [0.0] * size
     has: list[set[int]] = [set() for _ in load]  # the groups whose preparation a process has paid for
     waiting: list[tuple[float, float, int, str, range]] = []
-    seconds: dict[str, Any] = {x.name: run.known.get(kind_of_layer(x)) for group in groups for x in group}
-    measured = all(value is not None for value in seconds.values())
+    kinds = {layer_plan.name: kind_of_layer(layer_plan) for group in groups for layer_plan in group}
+    measured = run.solve_seconds.keys() >= {*kinds.values()}
     for number, group in enumerate(groups):
         for layer_plan in group:
             *_, rows, columns = layer_plan.shape
@@ -56,7 +55,7 @@ def assign_owners(groups: Sequence[Sequence[LayerPlan]], run: Run) -> dict[str, 
             for experts, owner in owners[layer_plan.name].items():
                 prepared, solved = len(experts) * columns**3 / 3, len(experts) * rows * columns**2
                 if measured:  # with what was prepared for it
-                    prepared, solved = 0, len(experts) / matrices * seconds[layer_plan.name]
+                    prepared, solved = 0, len(experts) / matrices * run.solve_seconds[kinds[layer_plan.name]]
                 if layer_plan.at_once is not None:
                     load[owner] += prepared + solved
                 else:
@@ -73,7 +72,7 @@ def assign_owners(groups: Sequence[Sequence[LayerPlan]], run: Run) -> dict[str, 
 
 def kind_of_layer(layer_plan: LayerPlan) -> tuple:
     """The key of layers that take about the same time."""
-    return "seconds", layer_plan.recipe, layer_plan.shape, str(layer_plan.pattern)
+    return layer_plan.recipe, layer_plan.shape, str(layer_plan.pattern)
 
 
 def own_work(owners: Mapping[range, int], stats: InputStats, run: Run) -> Iterator[tuple[range, InputStats]]:

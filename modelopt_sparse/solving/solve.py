@@ -194,7 +194,7 @@ class PieceSizes:
     """
 
     def __init__(self, layer_plan: LayerPlan, run: Run) -> None:
-        self._layer_plan, self._known = layer_plan, run.known
+        self._layer_plan, self._known = layer_plan, run.piece_sizes
         self._whole = layer_plan.at_once or layer_plan.matrices, layer_plan.shape[-2]
         # all that decides whether and how a layer can be cut
         self._key = layer_plan.type, layer_plan.shape, id(layer_plan.method), layer_plan.pattern, layer_plan.steps
@@ -284,7 +284,7 @@ def solve_layers(shared_inputs: Sequence[SharedInput], run: Run) -> Iterator[Sol
     for shared in shared_inputs if several else ():
         for layer_plan in shared.layer_plans:
             solved = joined(layer_plan, exchanged(layer_plan, owners[layer_plan.name], local, run))
-            run.known[kind_of_layer(layer_plan)] = sum(step.seconds for step in solved.steps)
+            run.solve_seconds[kind_of_layer(layer_plan)] = sum(step.seconds for step in solved.steps)
             yield SolvedLayer(layer_plan, solved.solution, solved.steps, InputFacts.of(shared.stats))
 
 
@@ -307,7 +307,7 @@ def sparsify_block(block: BlockTask, run: Run, judge: Callable[[], float] | None
     with run.storage.open(block.block, run.report) as write_sparse, inputs.on_device(), ExitStack() as undo:
         with run.part("permutation"):
             permuted = permute(block, inputs, run, undo) if config.permute else {}
-        tuned = dense_goals(block, inputs, run) if config.reconstruct else []
+        goals = dense_goals(block, inputs, run) if config.reconstruct else None
         if write_sparse is not None:  # only what the block puts out is needed
             if dense_goes_on:
                 inputs.advance()
@@ -326,8 +326,8 @@ def sparsify_block(block: BlockTask, run: Run, judge: Callable[[], float] | None
                     undo.pop_all()  # there is no way back once a layer is written
                 del solved, write  # not held while the next layer is solved
         undo.pop_all()
-        if masks and tuned:
-            reconstruct(block, tuned, masks, movable, inputs, run, judge)
+        if masks and goals is not None:
+            reconstruct(block, goals, masks, movable, inputs, run, judge)
         if not dense_goes_on:
             inputs.advance()
     return later

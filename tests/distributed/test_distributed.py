@@ -506,7 +506,7 @@ Shares = dict[str, dict[range, int]]
 
 def shares_of(groups: list[list[LayerPlan]], size: int, **known: Any) -> Shares:
     run, _ = calibrated_run(tiny_llama(), "wanda", data_loader=token_batches(1))
-    run.known.update(known.get("known", {}))
+    run.solve_seconds.update(known.get("known", {}))
     return assign_owners(groups, replace(run, processes=Processes(0, size)))
 
 

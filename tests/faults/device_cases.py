@@ -37,9 +37,8 @@ WAYS = {
     "sparsegpt, unstructured": ("sparsegpt", {"pattern": "60%"}),
     "alps": ("alps", {}),
     "permuted and polished": ("wanda", {"permute": True, "polish": True}),
-    "reconstructed": ("sparsegpt", {"reconstruct": {"parts": "children", "epochs": 2}}),
+    "reconstructed": ("sparsegpt", {"reconstruct": 2}),
     "reconstructed by the Fisher metric": ("sparsegpt", {"reconstruct": {"metric": "fisher", "epochs": 2}}),
-    "reconstructed to the dense model": ("sparsegpt", {"reconstruct": {"target": "dense", "epochs": 2}}),
 }
 
 
@@ -169,9 +168,7 @@ def test_shrink(place, more, tmp_path, device):
     assert_same(found, expected, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"sequential": "none"}, {"reconstruct": {"target": "dense", "epochs": 1}}], ids=str
-)
+@pytest.mark.parametrize("options", [{}, {"sequential": "none"}, {"reconstruct": 1}], ids=str)
 def test_what_is_kept_of_activations_is_where_the_model_is(options):
     """However much is free on the device."""
     seen: set[str] = set()
