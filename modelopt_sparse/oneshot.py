@@ -94,7 +94,7 @@ def prune(
             run = data.run
             with run.part("dense predictions"):
                 teacher = None if run.config.distill is None else Teacher.of(data)
-                judge = judge_of(data)
+                judge = None if run.config.reconstruct is None else judge_of(data)
         later = []
         with run.part("blocks"):
             blocks = blocks_in_call_order(run, data)

@@ -160,7 +160,8 @@ def judge_of(data: CalibrationData) -> Callable[[], float] | None:
     ways of tuning. None where nothing is left open by `Reconstruct`, or where the model cannot be asked, as the
     report says."""
     run, options, judge, why = data.run, data.run.config.reconstruct, None, None
-    if options is None or not options.tries:
+    assert options is not None
+    if not options.tries:
         return None
     try:
         if data.calls is None or not run.storage.resident:
