@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from modelopt_sparse.accuracy.tuning import (
     BatchNumbers,
     Masks,
-    Movable,
+    TrainableMask,
     TunedWeights,
     only_these_require_grad,
     outputs_of,
@@ -78,7 +78,7 @@ def reconstruct(
     block: BlockTask,
     goals: Goals,
     masks: Masks,
-    movable: Mapping[nn.Parameter, Movable],
+    movable: Mapping[nn.Parameter, TrainableMask],
     inputs: Inputs,
     run: Run,
     judge: Callable[[], float] | None = None,
@@ -125,7 +125,7 @@ def reconstruct(
 
 
 def _left_open(
-    inputs: AtBlock, movable: Mapping[nn.Parameter, Movable], goals: Goals, *, proved: bool
+    inputs: AtBlock, movable: Mapping[nn.Parameter, TrainableMask], goals: Goals, *, proved: bool
 ) -> list[list[Any]]:
     """The values to try for each field of `Way`: those that the options allow, or the ones that an earlier block of the
     stack has taken, by the report. Errors in two metrics cannot be compared: unless the model's output is asked, the
@@ -142,7 +142,7 @@ def _left_open(
     return [[value] for value in known[0]] if known else [rates, moves, metrics]
 
 
-def _copies(weights: Masks, movable: Mapping[nn.Parameter, Movable]) -> Copies:
+def _copies(weights: Masks, movable: Mapping[nn.Parameter, TrainableMask]) -> Copies:
     """Copies of weights, and of the masks that those carry which may move."""
     copies = []
     for weight in weights:
@@ -152,7 +152,7 @@ def _copies(weights: Masks, movable: Mapping[nn.Parameter, Movable]) -> Copies:
 
 
 @torch.no_grad()
-def _write(copies: Copies, movable: Mapping[nn.Parameter, Movable]) -> None:
+def _write(copies: Copies, movable: Mapping[nn.Parameter, TrainableMask]) -> None:
     """Write copies of weights, and of their masks, back into the model."""
     for weight, value, mask in copies:
         if mask is not None:
@@ -164,7 +164,7 @@ def _tuned(
     block: BlockTask,
     goals: Goals,
     weights: Masks,
-    movable: Mapping[nn.Parameter, Movable],
+    movable: Mapping[nn.Parameter, TrainableMask],
     inputs: AtBlock,
     way: Way,
     one_of: int,

@@ -156,7 +156,7 @@ BELOW = 0.95  # pruned values begin with at most this share of the score of the 
 
 
 @dataclass(frozen=True)
-class Movable:
+class TrainableMask:
     """A weight whose mask moves.
 
     norms: ``[..., 1, C]``, the size of each input channel. dense: the values from before it was pruned,
@@ -169,7 +169,7 @@ class Movable:
     dense: Tensor
 
     @classmethod
-    def of(cls, layer: Layer, pattern: Pattern, square_sums: Tensor) -> "Movable":
+    def of(cls, layer: Layer, pattern: Pattern, square_sums: Tensor) -> "TrainableMask":
         """Prepare a layer that is not yet solved: its dense values are copied, and the mask that the pattern is
         ``within``. A channel that was zero in all data counts as much as the least of the others."""
         norms = square_sums.float().sqrt()
@@ -244,7 +244,7 @@ class TunedWeight:
         self,
         parameter: nn.Parameter,
         mask: Tensor | None,
-        movable: Movable | None,
+        movable: TrainableMask | None,
         rate: float,
         moments: torch.dtype | None,
         *,
@@ -321,7 +321,7 @@ class TunedWeights:
         masks: Masks,
         outputs: Mapping[nn.Parameter, int],
         learning_rate: float,
-        movable: Mapping[nn.Parameter, Movable] | None = None,
+        movable: Mapping[nn.Parameter, TrainableMask] | None = None,
         moments: torch.dtype | None = None,
         *,
         holds_places: bool = True,

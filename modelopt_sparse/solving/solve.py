@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from modelopt_sparse.accuracy.permute import permute
 from modelopt_sparse.accuracy.reconstruct import dense_goals, reconstruct
-from modelopt_sparse.accuracy.tuning import Movable
+from modelopt_sparse.accuracy.tuning import TrainableMask
 from modelopt_sparse.calibration.calls import AtBlock
 from modelopt_sparse.calibration.dense import BlockTask
 from modelopt_sparse.calibration.stats import DeferredStats, InputFacts, SharedInput, collect, part_of
@@ -302,7 +302,7 @@ def sparsify_block(block: BlockTask, run: Run, judge: Callable[[], float] | None
     dense_goes_on = config.sequential == "none" and bool(block.layer_plans)  # `collect` sends the dense outputs on
     stays_dense = dense_goes_on and not isinstance(inputs, AtBlock)
     masks: dict[nn.Parameter, Tensor] = {}
-    movable: dict[nn.Parameter, Movable] = {}
+    movable: dict[nn.Parameter, TrainableMask] = {}
     later: list[Callable[[], object]] = []
     with run.storage.open(block.block, run.report) as write_sparse, inputs.on_device(), ExitStack() as undo:
         with run.part("permutation"):
@@ -333,14 +333,14 @@ def sparsify_block(block: BlockTask, run: Run, judge: Callable[[], float] | None
     return later
 
 
-def _movable(solved: SolvedLayer, config: SparsifyConfig) -> dict[nn.Parameter, Movable]:
-    """The weight of a solved layer as a `Movable`, if its mask is to move while the block is tuned."""
+def _movable(solved: SolvedLayer, config: SparsifyConfig) -> dict[nn.Parameter, TrainableMask]:
+    """The weight of a solved layer as a `TrainableMask`, if its mask is to move while the block is tuned."""
     layer_plan, sums = solved.layer_plan, solved.input.square_sums
     if config.reconstruct is None or config.reconstruct.masks == "frozen" or config.masks is not None or sums is None:
         return {}
     if layer_plan.layer.parameter.dtype == torch.float16:  # "auto" leaves these as they are; "move" is refused
         return {}
-    return {layer_plan.layer.parameter: Movable.of(layer_plan.layer, layer_plan.pattern_now, sums)}
+    return {layer_plan.layer.parameter: TrainableMask.of(layer_plan.layer, layer_plan.pattern_now, sums)}
 
 
 # writing a solution into the model ------------------------------------------------------------------------------------

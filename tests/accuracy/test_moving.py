@@ -9,7 +9,7 @@ from torch import nn
 
 import modelopt_sparse as mts
 from modelopt_sparse.accuracy import tuning
-from modelopt_sparse.accuracy.tuning import BELOW, DECAY, MOVING, Movable, decay_pruned, masks_move
+from modelopt_sparse.accuracy.tuning import BELOW, DECAY, MOVING, TrainableMask, decay_pruned, masks_move
 from modelopt_sparse.model.find import find_layers
 from modelopt_sparse.model.masking import SparseModule
 from tests.helpers import assert_bits, assert_same_state, in_steps, refused, state_of, tiny_llama, token_batches
@@ -34,7 +34,7 @@ def movable(pattern, rows=3, columns=8):
     (layer,), _ = find_layers(model)
     sums = torch.rand(columns) + 0.1
     sums[2] = 0.0
-    return Movable.of(layer, pattern, sums), sums
+    return TrainableMask.of(layer, pattern, sums), sums
 
 
 PATTERNS = [mts.NM(2, 4), mts.Unstructured(0.5, "row"), mts.Unstructured(0.5, "matrix")]
