@@ -91,7 +91,7 @@ def test_the_other_blocks_go_the_same_way():
 @pytest.mark.parametrize("masks", ["frozen", "move", "auto"])
 def test_a_stack_whose_output_tuning_makes_worse_is_left_as_solved(monkeypatch, masks):
     figures = iter([2.0, 2.0, 2.0, 1.0])  # of three rates, and as solved
-    monkeypatch.setattr(oneshot, "_judge", lambda data: lambda: next(figures))
+    monkeypatch.setattr(oneshot, "judge_of", lambda data: lambda: next(figures))
     model = sparsified(blocks=2, reconstruct={**OPEN, "masks": masks, "metric": "plain"})
     assert_same_state(model, state_of(sparsified(blocks=2, reconstruct=None)))
     for block in mts.report(model).blocks:
@@ -102,7 +102,7 @@ def test_a_stack_whose_output_tuning_makes_worse_is_left_as_solved(monkeypatch, 
 
 def test_a_way_whose_output_is_no_number_is_not_taken(monkeypatch):
     figures = iter([math.nan, 2.0, 1.0, 3.0, 1.0])  # of three rates, as solved, and masks that move
-    monkeypatch.setattr(oneshot, "_judge", lambda data: lambda: next(figures))
+    monkeypatch.setattr(oneshot, "judge_of", lambda data: lambda: next(figures))
     (block,) = mts.report(sparsified(reconstruct={**OPEN, "metric": "plain"})).blocks
     assert block.way == str(Way(0.4, False, False))
 
@@ -127,7 +127,7 @@ def test_where_the_output_cannot_be_asked_blocks_have_the_say(monkeypatch):
 
 def test_errors_of_two_metrics_are_not_compared(monkeypatch):
     """Unless the output is asked, the metric that there is stays."""
-    monkeypatch.setattr(oneshot, "_judge", lambda data: None)
+    monkeypatch.setattr(oneshot, "judge_of", lambda data: None)
     (block,) = mts.report(sparsified()).blocks
     assert block.way.endswith("fisher metric")
     assert sum(" metric: " in note for note in block.notes) == 4

@@ -58,7 +58,7 @@ def test_best_is_that_of_memory_without_text_of_its_own(tmp_path, monkeypatch):
     assert "the model writes no text itself: each token takes a pass over all weights" in " ".join(report.notes)
     assert any(note.endswith("not by the model's output: the model is streamed") for note in report.notes)
     assert not any("metric" in note for note in report.notes)
-    monkeypatch.setattr(oneshot, "_judge", lambda data: None)
+    monkeypatch.setattr(oneshot, "judge_of", lambda data: None)
     model = mts.sparsify(MODELS["llama"](), quality="best", self_data=0, progress=False, **options)
     for name, weight in mts.load(tmp_path / "out").named_parameters():
         assert_bits(weight, model.get_parameter(name))
