@@ -281,92 +281,76 @@ def _circumstances(report: "Report") -> str:
 # tables ---------------------------------------------------------------------------------------------------------------
 
 
-Cell = Callable[[Any], str | float | None]  # of a row of a table
-
-
 def _tables(report: "Report") -> list[Table]:
     """A row for each score, each layer, each block, and each weight that stays dense."""
-    errors: dict[str, Cell] = {
-        f"error after {step}": partial(_error_after, step=step) for step in _steps_of(report.layers)
+    layers, blocks, scores = report.layers, report.blocks, [*task_scores(report.tasks or {})]
+    errors = {f"error after {step}": [_error_after(layer, step) for layer in layers] for step in _steps_of(layers)}
+    of_layers = {
+        "layer": [layer.name for layer in layers],
+        **_fields(layers, "recipe", "pattern"),
+        "% zeros": [*map(_percent, layers)],
+        **(errors or _fields(layers, "error")),
+        "error from": [ERROR_FROM[layer.error_from][0] if layer.errors else None for layer in layers],
+        "tokens": [layer.tokens or None for layer in layers],
+        "seconds": [layer.seconds or None for layer in layers],
+        "notes": _notes(layers),
+        "shape": [product_of(layer.shape) for layer in layers],
+        **_fields(layers, "type"),
     }
-    layers: dict[str, Cell] = {
-        "layer": attrgetter("name"),
-        **_fields("recipe", "pattern"),
-        "% zeros": _percent,
-        **(errors or _fields("error")),
-        "error from": lambda layer: ERROR_FROM[layer.error_from][0] if layer.errors else None,
-        "tokens": lambda layer: layer.tokens or None,
-        "seconds": lambda layer: layer.seconds or None,
-        "notes": _notes,
-        "shape": _shape,
-        **_fields("type"),
+    of_blocks = {
+        "block": [block.name for block in blocks],
+        "error before": [block.error_before for block in blocks],
+        "error after": [block.error_after for block in blocks],
+        "best epoch": [block.epoch for block in blocks],
+        **_fields(blocks, "seconds"),
+        "notes": _notes(blocks),
     }
-    blocks: dict[str, Cell] = {
-        "block": attrgetter("name"),
-        "error before": attrgetter("error_before"),
-        "error after": attrgetter("error_after"),
-        "best epoch": attrgetter("epoch"),
-        **_fields("seconds"),
-        "notes": _notes,
-    }
+    shapes = [product_of(weight.shape) for weight in report.skipped]
     return [
-        _table("tasks", "Scores on tasks", [*task_scores(report.tasks or {})], _fields(*TaskScore._fields)),
-        _table("layers", "Layers", report.layers, layers),
-        _table("blocks", "Reconstructed blocks", report.blocks, blocks),
-        _table(
-            "skipped",
-            "What stays dense",
-            report.skipped,
-            {**_fields("name", "reason", "type"), "shape": _shape},
-        ),
+        _table("tasks", "Scores on tasks", _fields(scores, *TaskScore._fields)),
+        _table("layers", "Layers", of_layers),
+        _table("blocks", "Reconstructed blocks", of_blocks),
+        _table("skipped", "What stays dense", {**_fields(report.skipped, "name", "reason", "type"), "shape": shapes}),
     ]
 
 
 def _compared_table(runs: Runs) -> Table:
     """A row for each layer of either run."""
     by_name = [{layer.name: layer for layer in report.layers} for _, report in runs]
-    columns: dict[str, Cell] = {"layer": str}
+    names = {**by_name[0], **by_name[1]}
+    columns: dict[str, Sequence[Any]] = {"layer": [*names]}
 
-    def side_by_side(head: str, value: Cell) -> None:
-        for (title, _), layers in zip(runs, by_name, strict=True):
-            columns[f"{head}, {title}"] = lambda name, layers=layers: value(layers[name]) if name in layers else None
+    def side_by_side(head: str, value: Callable[[LayerReport], Any]) -> list[list[Any]]:
+        found = [[value(layers[name]) if name in layers else None for name in names] for layers in by_name]
+        columns.update({f"{head}, {title}": cells for (title, _), cells in zip(runs, found)})
+        return found
 
-    def quotient(name: str) -> float | None:
-        a, b = (_last(layers[name]) if name in layers else None for layers in by_name)
-        return b / a if a and b is not None else None
-
-    side_by_side("error", _last)
-    columns["second / first"] = quotient
+    errors = zip(*side_by_side("error", _last))
+    columns["second / first"] = [b / a if a and b is not None else None for a, b in errors]
     side_by_side("% zeros", _percent)
     side_by_side("pattern", attrgetter("pattern"))
     side_by_side("recipe", attrgetter("recipe"))
     side_by_side("seconds", lambda layer: layer.seconds or None)
-    return _table("layers", "Layers", {**by_name[0], **by_name[1]}, columns)
+    return _table("layers", "Layers", columns)
 
 
-def _table(key: str, title: str, rows: Iterable[Any], columns: Mapping[str, Cell]) -> Table:
-    """A table of the columns that have a value. ``columns``: head -> what a row's cell holds."""
-    cells = {head: [_rounded(cell(row)) for row in rows] for head, cell in columns.items()}
-    shown = {head: values for head, values in cells.items() if any(value is not None for value in values)}
+def _table(key: str, title: str, columns: Mapping[str, Sequence[Any]]) -> Table:
+    """A table of the columns that have a value; floats have so many digits as are shown."""
+    shown = {
+        head: [float(f"{value:.{PLACES}g}") if isinstance(value, float) else value for value in values]
+        for head, values in columns.items()
+        if any(value is not None for value in values)
+    }
     return Table(key, title, list(shown), list(shown.values()))
 
 
-def _fields(*names: str) -> dict[str, Cell]:
-    """Columns that hold a row's fields, under their names."""
-    return {name: attrgetter(name) for name in names}
+def _fields(rows: Iterable[Any], *names: str) -> dict[str, Sequence[Any]]:
+    """Columns that hold fields of the rows, under their names."""
+    return {name: [getattr(row, name) for row in rows] for name in names}
 
 
-def _rounded(value: Any) -> Any:
-    """A cell; a float with so many digits as are shown."""
-    return float(f"{value:.{PLACES}g}") if isinstance(value, float) else value
-
-
-def _notes(row: Any) -> str | None:
-    return "; ".join(row.notes) or None
-
-
-def _shape(row: Any) -> str:
-    return product_of(row.shape)
+def _notes(rows: Iterable[Any]) -> list[str | None]:
+    return ["; ".join(row.notes) or None for row in rows]
 
 
 # figures of one run ---------------------------------------------------------------------------------------------------
