@@ -321,9 +321,9 @@ def _compared_table(runs: Runs) -> Table:
     columns: dict[str, Sequence[Any]] = {"layer": [*names]}
 
     def side_by_side(head: str, value: Callable[[LayerReport], Any]) -> list[list[Any]]:
-        found = [[value(layers[name]) if name in layers else None for name in names] for layers in by_name]
-        columns.update({f"{head}, {title}": cells for (title, _), cells in zip(runs, found)})
-        return found
+        values = [[value(layers[name]) if name in layers else None for name in names] for layers in by_name]
+        columns.update({f"{head}, {title}": cells for (title, _), cells in zip(runs, values)})
+        return values
 
     errors = zip(*side_by_side("error", _last))
     columns["second / first"] = [b / a if a and b is not None else None for a, b in errors]
@@ -365,12 +365,9 @@ def figures_of(report: "Report", masks: Mapping[str, Tensor]) -> list[Figure | N
     budget = report.settings.get("budget")
     budget = budget if isinstance(budget, Mapping) else {}
     by_layer = {f"after {step}": _by_role(layers, partial(_error_after, step=step)) for step in reversed(steps)}
-    errors = [(f"after {step}", _block(layer), _error_after(layer, step)) for step in steps for layer in layers]
+    errors = [(f"after {step.step}", _block(layer), step.error) for layer in layers for step in layer.steps]
     tuned = [("before", block.name, block.error_before) for block in blocks]
     tuned += [("after", block.name, block.error_after) for block in blocks]
-    timed = dict.fromkeys(step.step for layer in layers for step in layer.steps)
-    spent = [(step, _block(layer), _seconds(layer, step)) for step in timed for layer in layers]
-    spent += [("reconstruct", place_of(block.name)[0], block.seconds) for block in blocks]
     relative = "||(W - Q) X||^2 / ||W X||^2 of each layer, on a logarithmic scale."
     by_step = "The mean over the layers of a block, after each step of the recipe."
     held = "Relative squared error of the output of a block, on calibration batches that it was not tuned on."
@@ -383,7 +380,7 @@ def figures_of(report: "Report", masks: Mapping[str, Tensor]) -> list[Figure | N
         _levels(layers, budget),
         _tried(budget),
         _curve(budget),
-        _bars("Time by block and step", "Without running the model over the data.", spent, "stack"),
+        _bars("Time by block and step", "Without running the model over the data.", _spent(report), "stack"),
         _experts(layers),
         *([] if report.shrunk is None else _shrunk(report.shrunk, report.settings.get("divergence"))),
         _mask_maps(masks, report),
@@ -525,10 +522,7 @@ def compared_figures(runs: Runs) -> list[Figure | None]:
     errors: list[Point] = [(title, _block(layer), _last(layer)) for title, report in runs for layer in report.layers]
     zeros = [(title, _block(layer), _percent(layer)) for title, report in runs for layer in report.layers]
     tuned = [(title, block.name, block.error_after) for title, report in runs for block in report.blocks]
-    spent = []
-    for title, report in runs:
-        spent += [(title, _block(layer), _seconds(layer)) for layer in report.layers]
-        spent += [(title, place_of(block.name)[0], block.seconds) for block in report.blocks]
+    spent = [(title, block, seconds) for title, report in runs for _, block, seconds in _spent(report)]
     mean = "The mean over the layers of a block"
     held = "Of the output of a block, on calibration batches that it was not tuned on."
     return [
@@ -586,9 +580,10 @@ def _percent(layer: LayerReport) -> float:
     return 100 * layer.zeros / layer.size
 
 
-def _seconds(layer: LayerReport, only: str | None = None) -> float:
-    """The seconds of all steps, or of one."""
-    return sum(step.seconds for step in layer.steps if only in (None, step.step))
+def _spent(report: "Report") -> list[Point]:
+    """The seconds of each step of each layer, and of the reconstruction of blocks."""
+    spent: list[Point] = [(step.step, _block(layer), step.seconds) for layer in report.layers for step in layer.steps]
+    return [*spent, *(("reconstruct", place_of(block.name)[0], block.seconds) for block in report.blocks)]
 
 
 def _by_role(layers: Sequence[LayerReport], value: Callable[[LayerReport], float | None]) -> list[Point]:
