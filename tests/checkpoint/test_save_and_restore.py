@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
@@ -150,14 +149,6 @@ def test_save_writes_an_ordinary_folder(saved, tmp_path):
     assert type(loaded.model.layers[0].mlp.up_proj) is nn.Linear
 
 
-def test_save_writes_no_masks_among_the_weights(saved):
-    for name in MODELS:
-        with safe_open(saved(name) / "model.safetensors", framework="pt") as file:
-            keys = set(file.keys())
-        assert not [key for key in keys if "mask" in key]
-        assert "scratch" not in keys
-
-
 def test_files_are_as_readable_as_any_new_file(saved, tmp_path):
     (tmp_path / "any").touch()
     modes = {path.name: path.stat().st_mode for path in saved("llama").iterdir()}
@@ -224,11 +215,6 @@ def test_load_hands_options_to_from_pretrained(saved):
         assert not weight[~mask].any()
     plain = AutoModelForCausalLM.from_pretrained(saved("llama"), dtype=torch.bfloat16)
     assert_bits(outputs("llama", half), outputs("llama", plain))
-
-
-def test_load_keeps_the_stored_dtype_unless_told_otherwise(saved):
-    assert {parameter.dtype for parameter in mts.load(saved("bfloat16")).parameters()} == {torch.bfloat16}
-    assert {parameter.dtype for parameter in mts.load(saved("llama")).parameters()} == {torch.float32}
 
 
 def test_load_needs_a_hugging_face_folder(saved):

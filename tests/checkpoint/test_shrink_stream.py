@@ -14,7 +14,6 @@ from modelopt_sparse.model.hf import model_class
 from modelopt_sparse.shrinking import importance as choose
 from modelopt_sparse.shrinking import shrink as smaller
 from tests.checkpoint.streams import assert_same_folders, saved
-from tests.helpers import run_python
 from tests.interruptions import interrupted
 from tests.models.shrinkable import BLOCKS, WIDTH, calls, shrinkable
 
@@ -183,38 +182,6 @@ def test_a_run_that_was_stopped_ends_in_the_same_bits(tmp_path, monkeypatch, cas
     assert [(x.name, x.error_after) for x in report.blocks] == [(x.name, x.error_after) for x in fresh.blocks]
     assert report.notes[len(fresh.notes) :] == ([f"{done} of 4 blocks were reused from a stopped run"] if done else [])
     assert not (tmp_path / "out.partial").exists()
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "at"),
-    [
-        (LLAMA, {"mlp": 0.25, "blocks": 1, "reconstruct": 1}, 2),
-        ("Mixtral", {"experts": 1}, 1),
-        ("Mixtral", {"experts": 1, "reconstruct": 1}, 3),
-    ],
-)
-def test_a_run_that_was_killed_ends_in_the_same_bits(tmp_path, name, options, at):
-    source, options = dense(tmp_path, name), {**options, "progress": False}
-    code = f"""
-import os, signal, torch
-import modelopt_sparse as mts
-from modelopt_sparse.checkpoint.streamed import Streamed
-from tests.models.shrinkable import calls, shrinkable
-
-def write(self, index, *args, before=Streamed._write):
-    before(self, index, *args)
-    if len(self._work.done) == {at}:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-Streamed._write = write
-batches = list(calls(shrinkable({name!r})))
-mts.shrink_checkpoint({str(source)!r}, {str(tmp_path / "out")!r}, data_loader=batches, **{options!r})
-"""
-    assert run_python("-c", code).returncode == -9
-    report = mts.shrink_checkpoint(source, tmp_path / "out", **given(name, options))
-    assert report.notes[-1] == f"{at} of 4 blocks were reused from a stopped run"
-    mts.shrink_checkpoint(source, tmp_path / "fresh", **given(name, options))
-    assert_same_folders(tmp_path / "out", tmp_path / "fresh")
 
 
 def test_a_choice_is_taken_back(tmp_path):

@@ -89,8 +89,13 @@ def test_a_source_that_carries_masks(tmp_path):
 # the same bits --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [
+        *((name, method) for name in ("llama", "mixtral") for method in METHODS),
+        *(("qwen", "balanced"), ("gpt2", "sparsegpt"), ("t5", "magnitude"), ("t5", "balanced"), ("t5", "fisher")),
+    ],
+)
 def test_streaming_gives_the_bits_of_the_model_in_memory(tmp_path, name, method):
     source = saved(tmp_path / "dense", MODELS[name])
     options = {**METHODS[method], **data_for(name, method)}
@@ -109,14 +114,7 @@ def test_streaming_gives_the_bits_of_the_model_in_memory(tmp_path, name, method)
 
 @pytest.mark.parametrize(
     ("name", "dtype", "sharded"),
-    [
-        ("llama", torch.bfloat16, True),
-        ("llama", torch.float16, False),
-        ("t5", torch.bfloat16, True),
-        ("t5", torch.float16, False),
-        ("mixtral", torch.bfloat16, True),
-        ("mixtral", torch.float16, False),
-    ],
+    [("llama", torch.float16, False), ("t5", torch.bfloat16, True), ("mixtral", torch.bfloat16, True)],
 )
 def test_half_precision_and_shards(tmp_path, name, dtype, sharded):
     size: dict[str, Any] = {"max_shard_size": 20_000} if sharded else {}
@@ -215,14 +213,8 @@ WORDS = {"<s>": 0, "</s>": 1, "<unk>": 2, "<pad>": 3, "import": 4, "os": 5, "[UN
 IMAGES = {"do_resize": True, "size": {"height": 8, "width": 8}}
 FAMILIES: dict[str, Callable[[], list[Any]]] = {
     "bert": lambda: [transformers.BertTokenizer(vocab=WORDS)],
-    "gpt2": lambda: [transformers.GPT2Tokenizer(vocab=WORDS, merges=[])],
-    "llama": lambda: [transformers.LlamaTokenizer(vocab=WORDS, merges=[])],
-    "roberta": lambda: [transformers.RobertaTokenizer(vocab=WORDS, merges=[])],
-    "qwen2": lambda: [transformers.Qwen2Tokenizer(vocab=WORDS, merges=[])],
     "t5": lambda: [transformers.T5Tokenizer(vocab=[(word, 0.0) for word in WORDS], extra_ids=0)],
     "whisper": lambda: [transformers.WhisperFeatureExtractor(feature_size=8)],
-    "vit": lambda: [transformers.ViTImageProcessor(**IMAGES)],
-    "canine": lambda: [transformers.CanineTokenizer()],
     "byt5": lambda: [transformers.ByT5Tokenizer(extra_ids=0)],
     "clip": lambda: [
         transformers.CLIPProcessor(
@@ -244,7 +236,7 @@ def with_two_templates() -> Any:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokenizers_and_processors_travel(tmp_path, family):
     """What `save_pretrained` wrote of one comes out of the streamed folder as it was."""
-    if family in ("vit", "clip"):
+    if family == "clip":
         pytest.importorskip("PIL", reason="the extra test-all is not installed")
     source, folder = tmp_path / "source", tmp_path / "folder"
     folder.mkdir()
