@@ -205,10 +205,14 @@ def test_tied_weights_are_stored_once(tmp_path):
 # reading --------------------------------------------------------------------------------------------------------------
 
 
-def test_options_of_load(saved, packed):
-    folder = packed("llama")
-    half = mts.load(folder, dtype=torch.bfloat16, device_map="cpu")
-    assert_same_state(half, state_of(mts.load(saved("llama"), dtype=torch.bfloat16)))
+def test_options_of_load(tmp_path):
+    """And a generation config comes with it."""
+    model: Any = sparse("llama")
+    model.generation_config.max_new_tokens = 7
+    plain, folder = pairs(tmp_path, model)
+    half: Any = mts.load(folder, dtype=torch.bfloat16, device_map="cpu")
+    assert_same_state(half, state_of(mts.load(plain, dtype=torch.bfloat16)))
+    assert half.generation_config.max_new_tokens == 7
     eager: Any = mts.load(folder, attn_implementation="eager", use_cache=False)
     assert (eager.config._attn_implementation, eager.config.use_cache) == ("eager", False)
     assert eager.name_or_path == eager.config.name_or_path == str(folder)
@@ -216,23 +220,9 @@ def test_options_of_load(saved, packed):
         mts.save(eager, folder, overwrite=True)
 
 
-def test_its_generation_config_comes_with_it(tmp_path):
-    model: Any = sparse("llama")
-    model.generation_config.max_new_tokens = 7
-    mts.save(model, tmp_path / "packed", packed=True)
-    loaded: Any = mts.load(tmp_path / "packed")
-    assert loaded.generation_config.max_new_tokens == 7
-
-
 def test_plain_from_pretrained_refuses_it(packed):
     with pytest.raises(OSError, match=r"no file named model\.safetensors"):
         AutoModelForCausalLM.from_pretrained(packed("llama"))
-
-
-def test_an_older_reader_refuses_it(packed, monkeypatch):
-    folder = packed("llama")
-    monkeypatch.setattr("modelopt_sparse.checkpoint.folder.FORMAT_VERSION", 1)
-    refused(mts.restore, tiny_llama(), folder, parts=["has format version 2, above 1: update modelopt_sparse"])
 
 
 def test_one_weight_at_a_time_is_unpacked(packed, monkeypatch):
@@ -525,12 +515,3 @@ def test_a_packed_folder_is_a_source_of_streaming(name, tmp_path):
         for folder in (source, tmp_path / "packed"):
             mts.shrink_checkpoint(folder, tmp_path / f"smaller-{folder.name}", **smaller)
         assert_same_state(mts.load(tmp_path / "smaller-packed"), state_of(mts.load(tmp_path / "smaller-dense")))
-
-
-def test_masks_of_a_packed_source_are_dropped_only_when_asked(saved, packed, tmp_path):
-    folder = packed("llama")
-    with pytest.raises(ValueError, match="holds 14 masks, which streaming does not read"):
-        streamed(folder, tmp_path / "out", "magnitude", pattern="1:4")
-    streamed(folder, tmp_path / "out", "magnitude", pattern="1:4", replace=True)
-    streamed(saved("llama"), tmp_path / "plain", "magnitude", pattern="1:4", replace=True)
-    assert_same_state(mts.load(tmp_path / "out"), state_of(mts.load(tmp_path / "plain")))

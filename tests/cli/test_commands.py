@@ -81,6 +81,7 @@ def test_streaming_writes_the_same_model(run, work, tmp_path):
     assert (done.code, done.err) == (whole.code, whole.err) == (0, "")
     assert "7 layers pruned, 50.00% zeros" in done.out
     assert f"Written to {tmp_path / 'out'}: load it with transformers" in done.out
+    assert "note: copied from the source: " in done.out
     assert_same_state(mts.load(tmp_path / "out"), state_of(mts.load(tmp_path / "whole")))
     again = run("sparsify", work / "llama", "--out", tmp_path / "out", *data, "--stream")
     assert again.code == 2
@@ -146,21 +147,6 @@ def test_what_is_never_written_to_is_refused_before_work(run, work, tmp_path, mo
     (line,) = done.err.splitlines()
     assert message in line
     assert sorted((path, path.is_file() and path.read_bytes()) for path in tmp_path.rglob("*")) == before
-
-
-def test_a_folder_that_is_not_empty_needs_overwrite(run, work, tmp_path):
-    (tmp_path / "out").mkdir()
-    command = ("sparsify", work / "llama", "--method", "magnitude", "--out", tmp_path / "out")
-    assert run(*command).code == 0
-    before = (tmp_path / "out" / "sparsity.json").read_bytes()
-    done = run(*command, "--pattern", "1:4")
-    assert done.code == 2
-    assert done.err == (
-        f"modelopt-sparse: '{tmp_path / 'out'}' exists and is not empty: give another path, or --overwrite\n"
-    )
-    assert (tmp_path / "out" / "sparsity.json").read_bytes() == before
-    assert run(*command, "--pattern", "1:4", "--overwrite").code == 0
-    assert {layer.pattern for layer in mts.report(tmp_path / "out").layers} == {"1:4"}
 
 
 def test_the_plan_is_checked_before_weights_are_read(run, work, tmp_path):
