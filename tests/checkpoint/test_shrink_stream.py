@@ -13,7 +13,7 @@ from modelopt_sparse.checkpoint.streamed import Streamed
 from modelopt_sparse.model.hf import model_class
 from modelopt_sparse.shrinking import importance as choose
 from modelopt_sparse.shrinking import shrink as smaller
-from tests.checkpoint.streams import assert_same_folders, saved
+from tests.checkpoint.streams import assert_same_folders, blocks_in_memory, saved
 from tests.interruptions import interrupted
 from tests.models.shrinkable import BLOCKS, calls, shrinkable
 
@@ -111,14 +111,6 @@ def test_blocks_with_the_least_influence_go(tmp_path, keeps):
 
 def test_one_block_has_weights_at_any_time(tmp_path, monkeypatch):
     source = dense(tmp_path, LLAMA)
-    held: list[int] = []
-    fill = Streamed._fill  # pyright: ignore[reportPrivateUsage]
-
-    def counting(self: Any, block: Any) -> None:
-        fill(self, block)
-        each = self._own.values()
-        whole = [all(p.untyped_storage().nbytes() >= p.numel() * 4 for p in own.values()) for own in each]
-        held.append(sum(whole))
 
     def watching(*args: Any, channels: Any = choose.channels) -> Any:
         choices = channels(*args)
@@ -127,10 +119,10 @@ def test_one_block_has_weights_at_any_time(tmp_path, monkeypatch):
         return choices
 
     files: list[list[bool]] = []
-    monkeypatch.setattr(Streamed, "_fill", counting)
     monkeypatch.setattr(choose, "channels", watching)
-    mts.shrink_checkpoint(source, tmp_path / "out", **given(LLAMA, {"mlp": 0.25, "blocks": [1], "reconstruct": 1}))
-    assert set(held) == {1}
+    with blocks_in_memory() as counts:
+        mts.shrink_checkpoint(source, tmp_path / "out", **given(LLAMA, {"mlp": 0.25, "blocks": [1], "reconstruct": 1}))
+    assert set(counts) == {1}
     assert files == [[True] * (BLOCKS - 1)]  # the new values of what takes the channels
 
 

@@ -23,7 +23,7 @@ from modelopt_sparse.checkpoint.folder import pack_mask
 from modelopt_sparse.checkpoint.stream import copy_companions
 from modelopt_sparse.checkpoint.streamed import concatenate, spilled, write_index
 from modelopt_sparse.model import hf
-from tests.checkpoint.streams import assert_same_folders, batches, in_memory, saved, streamed
+from tests.checkpoint.streams import assert_same_folders, batches, blocks_in_memory, in_memory, saved, streamed
 from tests.helpers import TESTBED, assert_bits, run_python, tiny_llama
 from tests.models.tiny import tiny_gpt2, tiny_mixtral, tiny_qwen, tiny_t5, tiny_yolos
 
@@ -282,28 +282,12 @@ def test_a_parameter_that_blocks_share_stays_one(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["llama", "t5"])
-def test_one_block_has_weights_at_any_time(tmp_path, monkeypatch, name):
-    """Counted by looking at every block whenever one is read."""
+def test_one_block_has_weights_at_any_time(tmp_path, name):
     source = saved(tmp_path / "dense", MODELS[name])
-    held: list[int] = []
-    fill = blocks.Streamed._fill
-
-    def count(blocks: Any) -> None:
-        full = [
-            block
-            for block in blocks._blocks
-            if any(p.untyped_storage().nbytes() >= p.numel() * p.element_size() for p in blocks._own[block].values())
-        ]
-        held.append(len(full))
-
-    def counting(self, block):
-        fill(self, block)
-        count(self)
-
-    monkeypatch.setattr(blocks.Streamed, "_fill", counting)
-    streamed(source, tmp_path / "sparse", "sparsegpt", data_loader=batches(name), reconstruct=1)
-    assert len(held) > 9
-    assert set(held) == {1}
+    with blocks_in_memory() as counts:
+        streamed(source, tmp_path / "sparse", "sparsegpt", data_loader=batches(name), reconstruct=1)
+    assert len(counts) > 9
+    assert set(counts) == {1}
 
 
 @pytest.mark.parametrize(
