@@ -179,16 +179,19 @@ class Unread:
         return getattr(self[...], attribute)
 
 
-def loaded(architecture: Any, source: str | Path, **options: Any) -> tuple[Any, Mapping[str, Any]]:
+def loaded(
+    architecture: Any, source: str | Path, weights: Mapping[str, Any] | None = None, /, **options: Any
+) -> tuple[Any, Mapping[str, Any]]:
     """What ``architecture.from_pretrained(source)`` gives, and its loading info, of packed folders too: weights are
-    unpacked one by one."""
+    unpacked one by one. ``weights``: what `opened_weights` gives, if it has been called."""
     folder = Path(source)
     if not is_packed(folder):
         return architecture.from_pretrained(source, output_loading_info=True, **options)
     named = issubclass(architecture, PreTrainedModel)  # else it is an Auto class, which wants a name
     remote = {"trust_remote_code": options.get("trust_remote_code", False)}
     model_type: Any = architecture if named else type(empty_model(folder, **remote))
-    unread = {name: Unread(file, name) for name, file in opened_weights(folder).items()}
+    weights = opened_weights(folder) if weights is None else weights
+    unread = {name: Unread(file, name) for name, file in weights.items()}
     options |= {"config": str(folder), "state_dict": unread}
     model, info = model_type.from_pretrained(None, output_loading_info=True, **options)
     if (folder / "generation_config.json").is_file() and model.can_generate():
@@ -197,9 +200,9 @@ def loaded(architecture: Any, source: str | Path, **options: Any) -> tuple[Any, 
     return model, info
 
 
-def loaded_whole(architecture: Any, folder: Path, **options: Any) -> Any:
+def loaded_whole(architecture: Any, folder: Path, weights: Mapping[str, Any] | None = None, /, **options: Any) -> Any:
     """The model of `loaded`. Raises ValueError if the folder does not hold all of it, or more."""
-    model, info = loaded(architecture, folder, **options)
+    model, info = loaded(architecture, folder, weights, **options)
     if problems := unloaded(info):
         raise ValueError(f"{str(folder)!r} does not hold a whole {type(model).__name__}: {first_few(problems)}")
     return model

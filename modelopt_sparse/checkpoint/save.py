@@ -5,7 +5,7 @@ import re
 import shutil
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +24,6 @@ from modelopt_sparse.checkpoint.folder import (
     SOURCE,
     WEIGHTS,
     Description,
-    Read,
     checked_path,
     checked_place,
     copy_companions,
@@ -62,6 +61,8 @@ from modelopt_sparse.runtime.convert import convert, loading_place
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 SHOWN = 20  # how many problems an error names
+
+Read = Callable[[str], Tensor | None]  # name of a tensor -> the tensor, None if there is none
 
 # writing --------------------------------------------------------------------------------------------------------------
 
@@ -317,15 +318,16 @@ def load(folder: str | Path, *, semi_structured: bool | Mapping[str, Any] = Fals
     if not (folder / "config.json").is_file():
         name = description.model_class
         raise ValueError(f"{str(folder)!r} holds no config.json: build the {name} and call restore(model, folder)")
+    weights: dict[str, Any] = {}
     if not damaged:
         try:
-            opened_weights(folder)
+            weights = opened_weights(folder)
         except ValueError as error:
             problems.append(str(error))
     _refuse(head, problems)
     remote = {key: options[key] for key in ("revision", "trust_remote_code") if key in options}
     architecture = model_class(AutoConfig.from_pretrained(folder, **remote), folder)
-    model, info = loaded(architecture, folder, **options)
+    model, info = loaded(architecture, folder, weights, **options)
     problem = rewritten(info["unexpected_keys"], info["missing_keys"])
     problems += [problem] if problem else unloaded(info)
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -496,7 +498,7 @@ def _reader(
         return None
     same_class = description.model_class == dense_class(model).__name__
     if isinstance(model, PreTrainedModel) and same_class and any(map(weights.keys().isdisjoint, known)):
-        fresh, info = loaded(dense_class(model), folder, dtype="auto")
+        fresh, info = loaded(dense_class(model), folder, weights, dtype="auto")
         problems += unloaded(info)
         return fresh.state_dict().get
     for name in sorted(set(weights).difference(*known)):

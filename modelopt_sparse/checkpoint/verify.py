@@ -235,5 +235,5 @@ def _open(
     if weights.keys() >= {layer.parameter_name for layer in find_layers(model)[0]}:
         return model, lambda layer: weights[layer.parameter_name].get_tensor(layer.parameter_name), masks, record, files
     # transformers stores this architecture under other names than it has in memory, and maps them when it loads
-    model = loaded_whole(type(model), folder, dtype="auto", trust_remote_code=trust_remote_code)
+    model = loaded_whole(type(model), folder, weights, dtype="auto", trust_remote_code=trust_remote_code)
     return model, lambda layer: layer.parameter.detach(), masks, record, files

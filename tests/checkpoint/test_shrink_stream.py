@@ -134,7 +134,6 @@ RESUMED: dict[str, tuple[str, dict[str, Any], Any, str, int, int]] = {  # where 
     "while it tunes": (LLAMA, {"mlp": 0.25, "blocks": 1, "reconstruct": 1}, smaller, "reconstruct", 3, 2),
     "while it cuts": (LLAMA, {"mlp": 0.25, "blocks": 1}, Streamed, "_write", 3, 2),
     "after a block that goes": (LLAMA, {"blocks": [1], "reconstruct": 1}, smaller, "reconstruct", 2, 2),
-    "with experts refitted": ("Mixtral", {"experts": 1}, Streamed, "_write", 3, 2),
     "with fewer experts": ("Mixtral", {"experts": 1, "reconstruct": 1}, smaller, "reconstruct", 3, 2),
     "with names that differ on disk": ("Mixtral", {"blocks": [0], "reconstruct": 1}, smaller, "reconstruct", 3, 2),
     "at the end": (LLAMA, {"mlp": 0.25, "blocks": 1}, Streamed, "outside", 1, 3),
