@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors import safe_open
 from torch import nn
 
 from modelopt_sparse.checkpoint.folder import is_packed, weight_files
+from modelopt_sparse.checkpoint.packed import plain_tensors
 from modelopt_sparse.model.hf import FLOATS, forget_quantization, method_of, parts_of, quantization_of
 from modelopt_sparse.reports.text import first_few
 
@@ -92,10 +92,8 @@ def dequantization_of(model: nn.Module, source: str | Path, dtype: Any, *, dequa
     return quantized
 
 
-def load_dequantized(
-    architecture: Any, folder: Path, config: Any, quantized: Quantized, **options: Any
-) -> tuple[Any, Mapping[str, Any]]:
-    """(the dequantized model, transformers' loading info).
+def load_dequantized(architecture: Any, folder: Path, config: Any, quantized: Quantized, **options: Any) -> Any:
+    """The dequantized model.
 
     ``quantized`` is what `dequantization_of` returned, and ``options`` are those of ``from_pretrained``. Raises
     ValueError if transformers cannot load the folder, or does not dequantize all of it.
@@ -122,7 +120,7 @@ def load_dequantized(
         if not parameter.is_meta:  # some versions of transformers leave a weight in the dtype of its scales
             parameter.data = parameter.data.to(dtype_of(name, wide, quantized.dtype))
     save_as_dense(model)
-    return model, info
+    return model
 
 
 def save_as_dense(model: nn.Module) -> None:
@@ -171,12 +169,8 @@ def _files(source: str | Path) -> list[Path]:
 
 def _refuse_what_goes_wrong(where: str, files: list[Path], quantization: Mapping[str, Any]) -> None:
     """Raise ValueError for tensors that transformers would not dequantize correctly. Only headers of files are read."""
-    tensors: Headers = {}
-    for file in files:
-        with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118 - an open file cannot be iterated over
-                part = opened.get_slice(name)
-                tensors[name] = part.get_dtype(), tuple(part.get_shape())
+    entries = [named for file in files for named in plain_tensors(file).items()]
+    tensors: Headers = {name: (entry["dtype"], tuple(entry["shape"])) for name, entry in entries}
     block = quantization.get("weight_block_size", (128, 128))
     fits = partial(_is_fp8, block) if method_of(quantization) == "fp8" else _is_mxfp4
     codes = sorted(name for name, (dtype, _) in tensors.items() if dtype not in DENSE)

@@ -14,7 +14,7 @@ import secrets
 import shutil
 import socket
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,7 +51,6 @@ WEIGHT_FORMATS = (
 NOT_COPIED = re.compile(rf"\.({'|'.join(WEIGHT_FORMATS)})$|\.index\.json$|^sparsity\.", re.IGNORECASE)
 IFT_MEMBER = re.compile(r"^(.+)\.(?:branches\.\d+|sparse|first|second)\.weight$")  # what sparse_ift makes of a layer
 
-Read = Callable[[str], Tensor | None]  # name of a tensor -> the tensor, None if there is none
 
 # where a folder may be ------------------------------------------------------------------------------------------------
 
@@ -333,29 +332,13 @@ def _printable(value: Any) -> Any:
     return [*map(_printable, value)] if isinstance(value, list) else value
 
 
-def write_description(
-    folder: Path,
-    model_class: str,
-    masks: Mapping[str, Mapping[str, Any]],
-    report: Report | None,
-    aliases: Mapping[str, str] | None = None,
-    known: Mapping[str, Mapping[str, Any]] | None = None,
-) -> None:
-    """Write ``sparsity.json`` into a folder that is complete except for it.
-
-    ``masks`` are parameter names with what `write_masks` says of them. ``known`` holds sizes and hashes of the folder's
-    files that need not be computed again.
-    """
-    write_sealed(folder, description_of(model_class, masks, report, aliases), known)
-
-
 def description_of(
-    model_class: str,
-    masks: Mapping[str, Mapping[str, Any]],
-    report: Report | None,
-    aliases: Mapping[str, str] | None = None,
+    model_class: str, masks: Mapping[str, Any], report: Report | None, aliases: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """The contents of ``sparsity.json``, but for what `write_sealed` adds."""
+    """The contents of ``sparsity.json``, but for what `write_description` adds.
+
+    ``masks`` are parameter names with what `write_masks` says of them.
+    """
     return {
         "format": "modelopt_sparse",
         "format_version": PLAIN_VERSION,
@@ -368,12 +351,11 @@ def description_of(
     }
 
 
-def write_sealed(
-    folder: Path, description: dict[str, Any], known: Mapping[str, Mapping[str, Any]] | None = None
-) -> None:
-    """Write ``sparsity.json`` with the version, the files and the checksum of the folder that it is written to."""
+def write_description(folder: Path, contents: Mapping[str, Any], known: Mapping[str, Any] | None = None) -> None:
+    """Write ``sparsity.json``, with the version, the files and the checksum, into a folder that is complete except for
+    it. ``known`` holds sizes and hashes of files that need not be computed again."""
     files = sorted(path for path in folder.iterdir() if path.name.endswith((".safetensors", ".index.json")))
-    description = {key: value for key, value in description.items() if key != "checksum"}
+    description = {key: value for key, value in contents.items() if key != "checksum"}
     description["format_version"] = FORMAT_VERSION if is_packed(folder) else PLAIN_VERSION
     description["files"] = {path.name: (known or {}).get(path.name) or size_and_hash(path) for path in files}
     text = json.dumps({**description, "checksum": checksum(description)}, indent=2, default=str)

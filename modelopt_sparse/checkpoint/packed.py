@@ -27,7 +27,6 @@ from modelopt_sparse.checkpoint.folder import (
     INDEX,
     MASKS,
     PACKED,
-    Read,
     file_hash,
     is_packed,
     pack_mask,
@@ -35,7 +34,7 @@ from modelopt_sparse.checkpoint.folder import (
     size_and_hash,
     weight_files,
 )
-from modelopt_sparse.model.hf import empty_model
+from modelopt_sparse.model.hf import empty_model, unloaded
 from modelopt_sparse.reports.text import Column, first_few, paragraph, rows_of
 
 BITS = ".bits"  # what the name of a weight is followed by where its bits stand beside its values
@@ -119,6 +118,14 @@ def _tensors_in(header: str) -> dict[str, dict[str, Any]]:
     return {name: entry for name, entry in json.loads(header).items() if name != "__metadata__"}
 
 
+def plain_tensors(file: Path) -> dict[str, dict[str, Any]]:
+    """The same of a weight file; of a packed one, as its plain form has them."""
+    header = _header_of(file)
+    if file.name.startswith(PACKED):
+        header = json.loads(json.loads(header)["__metadata__"]["packed"])["header"]
+    return _tensors_in(header)
+
+
 def _words(tensor: Tensor) -> np.ndarray:
     """The values of a tensor as integers, in row-major order."""
     return tensor.flatten().view(WORDS[tensor.element_size()]).numpy()
@@ -138,8 +145,8 @@ def opened_file(path: Path, masks: Path) -> Any:
     return PackedFile(path, masks) if path.name.startswith(PACKED) else safe_open(path, framework="pt")
 
 
-def weight_reader(folder: Path) -> tuple[set[str], Read]:
-    """(names of the tensors in a folder's weight files, a function that reads one of them by name).
+def opened_weights(folder: Path) -> dict[str, Any]:
+    """Name of a tensor in a folder's weight files -> the `opened_file` that has it.
 
     Raises ValueError that names the files that are missing, truncated or damaged.
     """
@@ -155,39 +162,50 @@ def weight_reader(folder: Path) -> tuple[set[str], Read]:
             problems.append(str(error))
     if problems:
         raise ValueError("; ".join(problems))
-    return set(where), lambda name: where[name].get_tensor(name) if name in where else None
+    return where
 
 
 @dataclass(frozen=True)
 class Unread:
     """A tensor of a packed folder as transformers takes what is still in a file: it is read when it is indexed."""
 
-    read: Any
+    file: Any
     name: str
 
     def __getitem__(self, index: Any) -> Tensor:
-        return self.read(self.name)[index]
+        return self.file.get_tensor(self.name)[index]
 
     def __getattr__(self, attribute: str) -> Any:
         return getattr(self[...], attribute)
 
 
-def loaded(architecture: Any, source: str | Path, **options: Any) -> tuple[Any, Mapping[str, Any]]:
+def loaded(
+    architecture: Any, source: str | Path, weights: Mapping[str, Any] | None = None, /, **options: Any
+) -> tuple[Any, Mapping[str, Any]]:
     """What ``architecture.from_pretrained(source)`` gives, and its loading info, of packed folders too: weights are
-    unpacked one by one."""
+    unpacked one by one. ``weights``: what `opened_weights` gives, if it has been called."""
     folder = Path(source)
     if not is_packed(folder):
         return architecture.from_pretrained(source, output_loading_info=True, **options)
     named = issubclass(architecture, PreTrainedModel)  # else it is an Auto class, which wants a name
     remote = {"trust_remote_code": options.get("trust_remote_code", False)}
     model_type: Any = architecture if named else type(empty_model(folder, **remote))
-    names, read = weight_reader(folder)
-    options |= {"config": str(folder), "state_dict": {name: Unread(read, name) for name in names}}
+    weights = opened_weights(folder) if weights is None else weights
+    unread = {name: Unread(file, name) for name, file in weights.items()}
+    options |= {"config": str(folder), "state_dict": unread}
     model, info = model_type.from_pretrained(None, output_loading_info=True, **options)
     if (folder / "generation_config.json").is_file() and model.can_generate():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     model.name_or_path = model.config.name_or_path = str(folder)
     return model, info
+
+
+def loaded_whole(architecture: Any, folder: Path, weights: Mapping[str, Any] | None = None, /, **options: Any) -> Any:
+    """The model of `loaded`. Raises ValueError if the folder does not hold all of it, or more."""
+    model, info = loaded(architecture, folder, weights, **options)
+    if problems := unloaded(info):
+        raise ValueError(f"{str(folder)!r} does not hold a whole {type(model).__name__}: {first_few(problems)}")
+    return model
 
 
 # writing --------------------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ import re
 import shutil
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +24,6 @@ from modelopt_sparse.checkpoint.folder import (
     SOURCE,
     WEIGHTS,
     Description,
-    Read,
     checked_path,
     checked_place,
     copy_companions,
@@ -39,9 +38,8 @@ from modelopt_sparse.checkpoint.folder import (
     weight_files,
     write_description,
     write_masks,
-    write_sealed,
 )
-from modelopt_sparse.checkpoint.packed import loaded, pack_files, unpack_files, weight_reader
+from modelopt_sparse.checkpoint.packed import loaded, opened_weights, pack_files, unpack_files
 from modelopt_sparse.distributed import is_sharded, rank
 from modelopt_sparse.methods.patterns import NM, parse_pattern, pattern_of
 from modelopt_sparse.model.devices import stored, unwrapped
@@ -63,6 +61,8 @@ from modelopt_sparse.runtime.convert import convert, loading_place
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 SHOWN = 20  # how many problems an error names
+
+Read = Callable[[str], Tensor | None]  # name of a tensor -> the tensor, None if there is none
 
 # writing --------------------------------------------------------------------------------------------------------------
 
@@ -169,7 +169,7 @@ def _copy(folder: Path, out: str | Path, overwrite: bool, *, packed: bool) -> li
         contents = {**description_of(names[0], {}, None), "plain": True}  # of a folder that `save` did not write
     if is_packed(folder) != packed:
         raise ValueError(f"{str(folder)!r} is {'not ' * packed}packed: there is nothing to do")
-    weight_reader(folder)  # the files are whole
+    opened_weights(folder)  # the files are whole
     with staged(place, overwrite=overwrite) as staging, ThreadPoolExecutor(1) as pool:
         damaged = pool.submit(damaged_files, folder, description) if description else None  # hashes meanwhile
         notes = copy_companions(folder, staging)
@@ -182,7 +182,7 @@ def _copy(folder: Path, out: str | Path, overwrite: bool, *, packed: bool) -> li
         else:
             pack_files(folder, weight_files(folder), staging, staging / MASKS, contents["files"])
         if not packed or "plain" not in contents:
-            write_sealed(staging, contents)
+            write_description(staging, contents)
         _refuse(f"{str(folder)!r} is damaged", [*damaged.result().values()] if damaged else [])
     return notes
 
@@ -196,9 +196,9 @@ def add_masks(model: nn.Module, folder: str | Path) -> None:
     model, folder = unwrapped(model), Path(folder)
     if is_packed(folder):
         raise ValueError(f"{str(folder)!r} is packed by other masks: unpack it, or save the model to another folder")
-    names, _ = weight_reader(folder)
+    weights = opened_weights(folder)
     (folder / DESCRIPTION).unlink(missing_ok=True)
-    aliases = {name: shared_name for name, shared_name in _tied(_state(model)).items() if name not in names}
+    aliases = {name: shared_name for name, shared_name in _tied(_state(model)).items() if name not in weights}
     _write_masks_and_report(model, folder, aliases)
 
 
@@ -208,7 +208,7 @@ def _write_masks_and_report(
     masks = write_masks(dict(named_masks(model)), folder / MASKS)
     if packed:
         pack_files(folder, weight_files(folder), folder, folder / MASKS)
-    write_description(folder, dense_class(model).__name__, masks, _present_report(model), aliases)
+    write_description(folder, description_of(dense_class(model).__name__, masks, _present_report(model), aliases))
 
 
 def _state(model: nn.Module) -> dict[str, Tensor]:
@@ -318,15 +318,16 @@ def load(folder: str | Path, *, semi_structured: bool | Mapping[str, Any] = Fals
     if not (folder / "config.json").is_file():
         name = description.model_class
         raise ValueError(f"{str(folder)!r} holds no config.json: build the {name} and call restore(model, folder)")
+    weights: dict[str, Any] = {}
     if not damaged:
         try:
-            weight_reader(folder)
+            weights = opened_weights(folder)
         except ValueError as error:
             problems.append(str(error))
     _refuse(head, problems)
     remote = {key: options[key] for key in ("revision", "trust_remote_code") if key in options}
     architecture = model_class(AutoConfig.from_pretrained(folder, **remote), folder)
-    model, info = loaded(architecture, folder, **options)
+    model, info = loaded(architecture, folder, weights, **options)
     problem = rewritten(info["unexpected_keys"], info["missing_keys"])
     problems += [problem] if problem else unloaded(info)
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -488,25 +489,30 @@ def _reader(
     second model, which takes the memory of the weights once more.
     """
     try:
-        names, read = weight_reader(folder)
+        weights = opened_weights(folder)
     except ValueError as error:
         problems.append(str(error))
         return None
-    if problem := rewritten(names, (name for alike in known for name in alike)):
+    if problem := rewritten(weights, (name for alike in known for name in alike)):
         problems[:] = [problem]  # the reason of all others
         return None
     same_class = description.model_class == dense_class(model).__name__
-    if isinstance(model, PreTrainedModel) and same_class and any(map(names.isdisjoint, known)):
-        fresh, info = loaded(dense_class(model), folder, dtype="auto")
+    if isinstance(model, PreTrainedModel) and same_class and any(map(weights.keys().isdisjoint, known)):
+        fresh, info = loaded(dense_class(model), folder, weights, dtype="auto")
         problems += unloaded(info)
         return fresh.state_dict().get
-    for name in sorted(names.difference(*known)):
-        mask, stored = masks.get(name.removesuffix(SUFFIX)), read(name)
-        if mask is None or stored is None or not name.endswith(SUFFIX):
+    for name in sorted(set(weights).difference(*known)):
+        mask = masks.get(name.removesuffix(SUFFIX)) if name.endswith(SUFFIX) else None
+        if mask is None:
             problems.append(f"{name!r} has no place in the model")
-        elif not torch.equal(mask, stored):  # Trainer saves masks of plain modules with the weights
+        elif not torch.equal(mask, weights[name].get_tensor(name)):  # Trainer saves masks of plain modules so
             problems.append(f"{name!r} is not the same in the weight files and in {MASKS}")
-    return lambda name: read(description.aliases.get(name, name))
+
+    def read(name: str) -> Tensor | None:
+        stored_as = description.aliases.get(name, name)
+        return weights[stored_as].get_tensor(stored_as) if stored_as in weights else None
+
+    return read
 
 
 def _slots(model: nn.Module) -> list[tuple[list[str], Tensor]]:

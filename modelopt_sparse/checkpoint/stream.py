@@ -26,6 +26,7 @@ from modelopt_sparse.checkpoint.folder import (
     checked_place,
     checksum,
     copy_companions,
+    description_of,
     is_full,
     read_description,
     write_description,
@@ -321,5 +322,5 @@ def _finish(storage: Streamed, source: Path, work: WorkFolder, report: Report) -
     write_index(folder, sum(p.numel() for p in model.parameters()))
     report.notes += copy_companions(source, folder)
     (folder / DESCRIPTION).unlink(missing_ok=True)
-    write_description(folder, dense_class(model).__name__, described, report, known=known)
+    write_description(folder, description_of(dense_class(model).__name__, described, report), known)
     work.finish()

@@ -1,15 +1,14 @@
 """The blocks of a model that is streamed: where their weights lie, one of them at a time in memory, and its shard.
 
-The files of the source are watched from the start of a run to its end. The target's files are in safetensors' format,
-https://github.com/huggingface/safetensors#format: eight bytes with the length of a JSON header; the header, padded with
-spaces; and the tensors' bytes, whose offsets are in the header.
+The files of the source are watched from the start of a run to its end.
 """
 
 import errno
 import json
+import logging
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import cached_property, partial
@@ -36,21 +35,19 @@ from modelopt_sparse.checkpoint.folder import (
     weight_files,
     write_masks,
 )
-from modelopt_sparse.checkpoint.packed import loaded, opened_file, pack_files, weight_reader
+from modelopt_sparse.checkpoint.packed import loaded_whole, opened_file, opened_weights, pack_files, plain_tensors
 from modelopt_sparse.checkpoint.workfolder import BUDGET, BlockRecord, WorkFolder
 from modelopt_sparse.distributed import Processes
 from modelopt_sparse.model.devices import give_back_freed_memory, remove_hooks
-from modelopt_sparse.model.hf import empty_model, model_class, unloaded
+from modelopt_sparse.model.hf import empty_model, model_class
 from modelopt_sparse.model.masking import named_masks, remove_masks
 from modelopt_sparse.plan.memory import parameters_by_block
 from modelopt_sparse.reports.report import Report
-from modelopt_sparse.reports.text import first_few, only_errors
 from modelopt_sparse.reports.values import BlockReport, LayerReport
 from modelopt_sparse.run import Storage, Unreadable
 from modelopt_sparse.shrinking.resize import tensors_of
 
 ONE_FILE = 2**60  # a shard size that no block reaches
-CHUNK = 2**20  # bytes that are copied at a time
 
 # the source -----------------------------------------------------------------------------------------------------------
 
@@ -82,44 +79,37 @@ class SourceFiles:
     """The weight files of a folder, and its ``config.json``.
 
     A file is hashed when a block is first read from it: what is read for the hash, in order and fast, is in the
-    system's cache when the block is read. Several processes share the hashing of files that all of them see; of copies
-    each hashes its own. Raises ValueError for a file that is missing, that is not as long as its own header says, or
-    that is another one for another process. Wrong numbers in a file cannot be noticed, as safetensors stores no
-    checksums.
+    system's cache when the block is read. Raises ValueError for a file that is missing, that is not as long as its own
+    header says, or that is another one for another process. Wrong numbers in a file cannot be noticed, as safetensors
+    stores no checksums.
     """
 
     def __init__(self, folder: Path, processes: Processes) -> None:
         self._processes = processes
-        self._hashes: dict[str, str] = {}  # of the files that this process has hashed
-        weight_reader(folder)  # opens all of them
+        self._hashes: dict[str, str] = {}  # of the files that have been read from
+        opened_weights(folder)
         names = ["config.json", *weight_files(folder), *([MASKS] if is_packed(folder) else [])]
         self._names = {(folder / name).resolve(): name for name in names}
         self._as_seen = {path: _look(path) for path in self._names}
         sizes = {f"the size of {name!r}": (folder / name).stat().st_size for name in names}
         processes.check_same(sizes, COPY_AGAIN)
-        # a file that all see has one inode and one time in all processes; its device has a number in each machine
-        looks = processes.all_gather("the files of the source", [look[1:] for look in self._as_seen.values()])
-        self._copied = any(look != looks[0] for look in looks)
-        self._mine = set(names if self._copied else names[processes.rank :: processes.size])
 
     @cached_property
     def hashes(self) -> dict[str, str]:
         """File name -> SHA-256, of all files. All processes ask for it at the same time."""
         for path in self._names:
             self.begin(path)
-        if self._copied:
-            facts = {f"the SHA-256 of {name!r}": sha256 for name, sha256 in self._hashes.items()}
-            self._processes.check_same(facts, COPY_AGAIN)
-        of_ranks = self._processes.all_gather("the hashes of the source", self._hashes)
-        together = {name: sha256 for of_rank in of_ranks for name, sha256 in of_rank.items()}
-        return {name: together[name] for name in self._names.values()}
+        hashes = {name: self._hashes[name] for name in self._names.values()}
+        facts = {f"the SHA-256 of {name!r}": sha256 for name, sha256 in hashes.items()}
+        self._processes.check_same(facts, COPY_AGAIN)
+        return hashes
 
     def begin(self, path: Path) -> None:
         """`check` a file that is to be read from, and hash it the first time. Nothing happens for other files."""
         name = self._names.get(path.resolve())
         if name is not None:
             self.check(path)
-            if name in self._mine - self._hashes.keys():
+            if name not in self._hashes:
                 self._hashes[name] = file_hash(path)
 
     def check(self, path: Path) -> None:
@@ -170,11 +160,9 @@ def without_blocks(
     options = {"device_map": devices, "offload_folder": str(work.converted()), **remote}
     with quiet():
         if quantized is None:
-            model, info = loaded(architecture, folder, dtype=dtype, **options)
+            model = loaded_whole(architecture, folder, dtype=dtype, **options)
         else:
-            model, info = load_dequantized(architecture, folder, config, quantized, **options)
-    if problems := unloaded(info):
-        raise ValueError(f"{str(folder)!r} does not hold a whole {type(model).__name__}: {first_few(problems)}")
+            model = load_dequantized(architecture, folder, config, quantized, **options)
     places = {name: (Path(at["safetensors_file"]), at["weight_name"]) for name, at in remove_hooks(model).items()}
     wide = kept_wide(model)
     new: dict[nn.Parameter, nn.Parameter] = {}
@@ -209,12 +197,14 @@ def _nothing(shape: torch.Size, dtype: torch.dtype) -> Tensor:
 @contextmanager
 def quiet() -> Iterator[None]:
     """Without transformers' progress bars, one for each block, and accelerate's remark that weights are offloaded."""
-    bars = transformers.utils.logging.is_progress_bar_enabled()
+    bars, remarks = transformers.utils.logging.is_progress_bar_enabled(), logging.getLogger("accelerate.big_modeling")
+    level = remarks.level
     transformers.utils.logging.disable_progress_bar()
+    remarks.setLevel(logging.ERROR)
     try:
-        with only_errors("accelerate.big_modeling"):
-            yield
+        yield
     finally:
+        remarks.setLevel(level)
         if bars:
             transformers.utils.logging.enable_progress_bar()
 
@@ -492,45 +482,29 @@ def write_index(folder: Path, parameters: int) -> None:
     size, prefix = 0, ""
     for path in sorted([*folder.glob("model-*.safetensors"), *folder.glob(f"{PACKED}model-*.safetensors")]):
         prefix = PACKED if path.name.startswith(PACKED) else ""
-        header = opened_file(path, folder / MASKS).header if prefix else _header(path)[0]
-        size += sum(end - begin for begin, end in (entry["data_offsets"] for entry in header.values()))
-        weight_map.update(dict.fromkeys(header, path.name.removeprefix(prefix)))
+        tensors = plain_tensors(path)
+        size += sum(end - begin for begin, end in (entry["data_offsets"] for entry in tensors.values()))
+        weight_map.update(dict.fromkeys(tensors, path.name.removeprefix(prefix)))
     index = {"metadata": {"total_parameters": parameters, "total_size": size}, "weight_map": weight_map}
     (folder / f"{prefix}{INDEX}").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def concatenate(files: Sequence[Path], out_path: Path) -> None:
-    """Write the tensors of several files, all of one dtype, into one file, byte for byte as safetensors would.
+def concatenate(files: Iterable[Path], out_path: Path) -> None:
+    """Write the masks of several files into one file, byte for byte as safetensors would.
 
-    No tensor is held in memory.
+    One at a time is in memory: save_file would take all. https://github.com/huggingface/safetensors#format
     """
-    where: dict[str, tuple[Path, int, dict[str, Any]]] = {}
-    for path in files:
-        header, data = _header(path)
-        where.update({name: (path, data, entry) for name, entry in header.items()})
+    opened = [safe_open(path, framework="np") for path in files]
+    where = {name: file for file in opened for name in file.keys()}  # noqa: SIM118 - not a mapping
     header: dict[str, Any] = {}
     end = 0
     for name in sorted(where):
-        entry = where[name][2]
-        begin, end = end, end + entry["data_offsets"][1] - entry["data_offsets"][0]
-        header[name] = {"dtype": entry["dtype"], "shape": entry["shape"], "data_offsets": [begin, end]}
+        (size,) = where[name].get_slice(name).get_shape()
+        begin, end = end, end + size
+        header[name] = {"dtype": "U8", "shape": [size], "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     with out_path.open("wb") as out:
         out.write(len(text).to_bytes(8, "little") + text)
         for name in header:
-            path, data, entry = where[name]
-            begin, end = entry["data_offsets"]
-            with path.open("rb") as file:
-                file.seek(data + begin)
-                for left in range(end - begin, 0, -CHUNK):
-                    out.write(file.read(min(left, CHUNK)))
-
-
-def _header(path: Path) -> tuple[dict[str, Any], int]:
-    """(a file's header: tensor name -> dtype, shape and offsets; the place in the file where the data begins)."""
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length))
-    header.pop("__metadata__", None)
-    return header, 8 + length
+            out.write(where[name].get_tensor(name).data)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from modelopt_sparse.checkpoint.folder import DESCRIPTION, masks_of, rewritten
-from modelopt_sparse.checkpoint.packed import loaded, weight_reader
+from modelopt_sparse.checkpoint.packed import loaded_whole, opened_weights
 from modelopt_sparse.checkpoint.workfolder import STARTED
 from modelopt_sparse.checks import grouped
 from modelopt_sparse.methods.patterns import Pattern, Unstructured, parse_pattern
@@ -18,13 +18,13 @@ from modelopt_sparse.methods.scores import Magnitude
 from modelopt_sparse.model.devices import stored
 from modelopt_sparse.model.find import find_layers, usable
 from modelopt_sparse.model.forwards import OTHER
-from modelopt_sparse.model.hf import codes_in, empty_model, quantization_of, refuse_codes, unloaded
+from modelopt_sparse.model.hf import codes_in, empty_model, quantization_of, refuse_codes
 from modelopt_sparse.model.layers import Layer, as_row
 from modelopt_sparse.model.masking import named_masks
 from modelopt_sparse.plan.options import SparsifyConfig
 from modelopt_sparse.plan.planner import plan_for
 from modelopt_sparse.reports.report import Report, attached_report
-from modelopt_sparse.reports.text import Column, counted, first_few, paragraph, rows_of
+from modelopt_sparse.reports.text import Column, Printed, counted, first_few, paragraph, rows_of
 from modelopt_sparse.reports.values import UNMASKED
 
 
@@ -48,7 +48,7 @@ class Verified:
 
 
 @dataclass(frozen=True)
-class Verification:
+class Verification(Printed):
     """What `verify` returns. ``print`` shows it as a table with equal rows folded, ``text(all_rows=True)`` all rows.
 
     layers: the layers that were checked, each with ``name``, ``pattern``, ``zeros``, ``size`` and ``problem``.
@@ -59,9 +59,6 @@ class Verification:
     layers: tuple[Verified, ...]
     files: str = ""
     notes: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        return self.text()
 
     def text(self, *, all_rows: bool = False) -> str:
         """What ``print`` shows: equal rows folded, 100 columns. ``all_rows``: a line for each, as wide as it is."""
@@ -232,19 +229,11 @@ def _open(
         record, files = description.report, "The SHA-256 of the files was not looked at."
         if hashes:
             files = "The files are those that were saved, by their SHA-256."
-    names, from_file = weight_reader(folder)
-    if problem := rewritten(names, model.state_dict()):
+    weights = opened_weights(folder)
+    if problem := rewritten(weights, model.state_dict()):
         raise ValueError(f"{str(folder)!r}: {problem}, and verify that")
-    if names.issuperset(layer.parameter_name for layer in find_layers(model)[0]):
-
-        def read(layer: Layer, /) -> Tensor:
-            weight = from_file(layer.parameter_name)
-            assert weight is not None
-            return weight
-
-        return model, read, masks, record, files
+    if weights.keys() >= {layer.parameter_name for layer in find_layers(model)[0]}:
+        return model, lambda layer: weights[layer.parameter_name].get_tensor(layer.parameter_name), masks, record, files
     # transformers stores this architecture under other names than it has in memory, and maps them when it loads
-    model, info = loaded(type(model), folder, dtype="auto", trust_remote_code=trust_remote_code)
-    if problems := unloaded(info):
-        raise ValueError(f"{str(folder)!r} does not hold a whole {type(model).__name__}: {first_few(problems)}")
+    model = loaded_whole(type(model), folder, weights, dtype="auto", trust_remote_code=trust_remote_code)
     return model, lambda layer: layer.parameter.detach(), masks, record, files

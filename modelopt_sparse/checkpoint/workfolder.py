@@ -29,7 +29,7 @@ import os
 import secrets
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,39 +108,26 @@ def locked(final_folder: Path) -> Iterator[None]:
     if sys.platform == "win32":  # it has no such locks: nothing keeps two runs apart there
         yield
         return
-    path = work_path(final_folder)
-    made, file = [path, *missing_parents(path)], path / LOCK
-    try:
-        with _lock(file) as lock:
-            try:
-                yield
-            finally:
-                with suppress(FileNotFoundError):  # the folder has been moved
-                    if _is_at(lock, file):
-                        file.unlink()
-    finally:
-        remove_empty(made)
-
-
-def _lock(file: Path) -> IO[str]:
-    """Make a file, its folder too, and lock it: until it is closed.
-
-    Who holds the lock removes the file before letting go of it. If that happens between opening and locking, the file
-    is made once more.
-    """
     import fcntl  # Windows has none
 
-    while True:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with suppress(FileNotFoundError), ExitStack() as closing:  # the file, or the folder, has just been removed
+    path = work_path(final_folder)
+    made, file = [path, *missing_parents(path)], path / LOCK
+    with ExitStack() as closing:
+        closing.callback(remove_empty, made)
+        path.mkdir(parents=True, exist_ok=True)
+        try:
             lock = closing.enter_context(file.open("a"))
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise ValueError(f"{str(file.parent)!r} is being written to by another run: wait for it") from None
-            if _is_at(lock, file):
-                closing.pop_all()
-                return lock
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not _is_at(lock, file):
+                raise FileNotFoundError
+        except (BlockingIOError, FileNotFoundError):  # not found: the other run is ending, and has removed it
+            raise ValueError(f"{str(path)!r} is being written to by another run: wait for it") from None
+        try:
+            yield
+        finally:
+            with suppress(FileNotFoundError):  # the folder has been moved
+                if _is_at(lock, file):  # it is removed before it is let go of
+                    file.unlink()
 
 
 def _is_at(lock: IO[str], file: Path) -> bool:
@@ -174,10 +161,7 @@ def opened(
             yield work
         finally:
             if not work.has_blocks():
-                for name in (*FOLDERS, *SCRATCH):
-                    shutil.rmtree(work.path / name, ignore_errors=True)
-                for name in (REPORT, BUDGET, STARTED):
-                    (work.path / name).unlink(missing_ok=True)
+                work.empty((*FOLDERS, *SCRATCH))
 
 
 class WorkFolder:
@@ -218,20 +202,16 @@ class WorkFolder:
     def begin(self) -> None:
         """Go on from what is there, or start anew."""
         if not self.has_blocks():
-            self._empty()
+            self.empty()
         elif problem := self._problem():
             self._throw_away(problem)
         for name in SCRATCH:
             shutil.rmtree(self.path / name, ignore_errors=True)
             (self.path / name).mkdir()
-        for name in FOLDERS:
-            (self.path / name).mkdir(exist_ok=True)
         if not (self.path / STARTED).is_file():
             self.write_json(STARTED, self._started)
         self.finished = is_finished(self.final_folder)
-        self.budget, self.report = (
-            self._read_json(name) if (self.path / name).is_file() else None for name in (BUDGET, REPORT)
-        )
+        self.budget, self.report = self._read_json(BUDGET), self._read_json(REPORT)
 
     def join(self) -> None:
         """Let the other processes know what the one that leads has found, once it has begun."""
@@ -302,31 +282,33 @@ class WorkFolder:
         """Delete the run that is there. Without ``overwrite`` ValueError says why."""
         if not self._overwrite:
             raise self._error(problem)
-        self._empty()
+        self.empty()
         self.done.clear()
 
     def _error(self, problem: str) -> ValueError:
         return ValueError(f"{str(self.path)!r} {problem}: give another target, or overwrite=True to throw it away")
 
     def _read_json(self, name: str) -> Any:
+        """What a JSON file of the work folder holds; None if there is none."""
         try:
             return json.loads((self.path / name).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
         except (ValueError, OSError) as error:
             raise ValueError(f"{str(self.path / name)!r} cannot be read: {error}") from None
 
     # what is written --------------------------------------------------------------------------------------------------
 
-    def _empty(self) -> None:
-        """Delete everything but the lock and what is being written, and make empty folders.
+    def empty(self, folders: Iterable[str] = FOLDERS) -> None:
+        """Delete all JSON files, and these folders.
 
-        Records of blocks are deleted first, and the file that says what the run was started with last. If this is
-        killed in between, the folder is still a valid one.
+        Records of blocks are deleted first, and the file that says what the run was started with last of the files. If
+        this is killed in between, the folder is still a valid one.
         """
         for path in sorted(self.path.glob("*.json"), key=lambda path: path.name == STARTED):
             path.unlink()
-        for name in FOLDERS:
+        for name in folders:
             shutil.rmtree(self.path / name, ignore_errors=True)
-            (self.path / name).mkdir()
 
     def scratch(self) -> Path:
         """An empty folder to write to."""
@@ -339,8 +321,10 @@ class WorkFolder:
         """Move a written file to its place in the work folder, where it appears whole -> {name: its size and hash}."""
         described = {name: size_and_hash(file)}
         sync(file)
-        file.replace(self.path / name)
-        sync((self.path / name).parent)
+        place = self.path / name
+        place.parent.mkdir(exist_ok=True)
+        file.replace(place)
+        sync(place.parent)
         return described
 
     def write_json(self, name: str, value: Any) -> None:

@@ -496,11 +496,7 @@ def eval_(
     beside = None if reference is None else NamedModel(reference, source.dtype, None, **source.remote)
     tokens = tokens_in(data, source.tokenizer, special_tokens=special_tokens)
     place = "cpu" if device is None else device
-    evaluation = _evaluate(source.load(place), None if beside is None else beside.load(place), tokens, settings)
-    if as_json:
-        _print_json(evaluation.as_dict())
-    else:
-        typer.echo(evaluation)
+    _show(_evaluate(source.load(place), None if beside is None else beside.load(place), tokens, settings), as_json)
 
 
 def _evaluate(

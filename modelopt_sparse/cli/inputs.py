@@ -152,7 +152,7 @@ class NamedModel:
         config = AutoConfig.from_pretrained(self.name, **self.hub)
         architecture = model_class(config, self.name)
         if quantized is not None:
-            return load_dequantized(architecture, self._folder(), config, quantized, **self.remote)[0].to(device)
+            return load_dequantized(architecture, self._folder(), config, quantized, **self.remote).to(device)
         return loaded(architecture, self.name, dtype=self.dtype, **self.hub)[0].to(device)
 
     def _folder(self) -> Path:

@@ -6,10 +6,11 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from modelopt_sparse.model.output import in_words
+from modelopt_sparse.reports.text import Printed
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class Evaluation(Printed):
     """What `evaluate` returns. ``print`` shows it; ``as_dict`` is for machines.
 
     perplexity: of the model; None of batches.
@@ -53,7 +54,9 @@ class Evaluation:
             f"KL from dense {self.kl:.4f} nats per token; {size}"
         )
 
-    def __str__(self) -> str:
+    def text(self, *, all_rows: bool = False) -> str:
+        """What ``print`` shows: one line, whatever ``all_rows`` says."""
+        del all_rows
         if self.perplexity is None:
             measure, unit = in_words(self.divergence)
             return f"{measure} from the reference {self.kl:.4f} {unit}, {self.windows} samples"

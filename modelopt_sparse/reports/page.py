@@ -281,92 +281,76 @@ def _circumstances(report: "Report") -> str:
 # tables ---------------------------------------------------------------------------------------------------------------
 
 
-Cell = Callable[[Any], str | float | None]  # of a row of a table
-
-
 def _tables(report: "Report") -> list[Table]:
     """A row for each score, each layer, each block, and each weight that stays dense."""
-    errors: dict[str, Cell] = {
-        f"error after {step}": partial(_error_after, step=step) for step in _steps_of(report.layers)
+    layers, blocks, scores = report.layers, report.blocks, [*task_scores(report.tasks or {})]
+    errors = {f"error after {step}": [_error_after(layer, step) for layer in layers] for step in _steps_of(layers)}
+    of_layers = {
+        "layer": [layer.name for layer in layers],
+        **_fields(layers, "recipe", "pattern"),
+        "% zeros": [*map(_percent, layers)],
+        **(errors or _fields(layers, "error")),
+        "error from": [ERROR_FROM[layer.error_from][0] if layer.errors else None for layer in layers],
+        "tokens": [layer.tokens or None for layer in layers],
+        "seconds": [layer.seconds or None for layer in layers],
+        "notes": _notes(layers),
+        "shape": [product_of(layer.shape) for layer in layers],
+        **_fields(layers, "type"),
     }
-    layers: dict[str, Cell] = {
-        "layer": attrgetter("name"),
-        **_fields("recipe", "pattern"),
-        "% zeros": _percent,
-        **(errors or _fields("error")),
-        "error from": lambda layer: ERROR_FROM[layer.error_from][0] if layer.errors else None,
-        "tokens": lambda layer: layer.tokens or None,
-        "seconds": lambda layer: layer.seconds or None,
-        "notes": _notes,
-        "shape": _shape,
-        **_fields("type"),
+    of_blocks = {
+        "block": [block.name for block in blocks],
+        "error before": [block.error_before for block in blocks],
+        "error after": [block.error_after for block in blocks],
+        "best epoch": [block.epoch for block in blocks],
+        **_fields(blocks, "seconds"),
+        "notes": _notes(blocks),
     }
-    blocks: dict[str, Cell] = {
-        "block": attrgetter("name"),
-        "error before": attrgetter("error_before"),
-        "error after": attrgetter("error_after"),
-        "best epoch": attrgetter("epoch"),
-        **_fields("seconds"),
-        "notes": _notes,
-    }
+    shapes = [product_of(weight.shape) for weight in report.skipped]
     return [
-        _table("tasks", "Scores on tasks", [*task_scores(report.tasks or {})], _fields(*TaskScore._fields)),
-        _table("layers", "Layers", report.layers, layers),
-        _table("blocks", "Reconstructed blocks", report.blocks, blocks),
-        _table(
-            "skipped",
-            "What stays dense",
-            report.skipped,
-            {**_fields("name", "reason", "type"), "shape": _shape},
-        ),
+        _table("tasks", "Scores on tasks", _fields(scores, *TaskScore._fields)),
+        _table("layers", "Layers", of_layers),
+        _table("blocks", "Reconstructed blocks", of_blocks),
+        _table("skipped", "What stays dense", {**_fields(report.skipped, "name", "reason", "type"), "shape": shapes}),
     ]
 
 
 def _compared_table(runs: Runs) -> Table:
     """A row for each layer of either run."""
     by_name = [{layer.name: layer for layer in report.layers} for _, report in runs]
-    columns: dict[str, Cell] = {"layer": str}
+    names = {**by_name[0], **by_name[1]}
+    columns: dict[str, Sequence[Any]] = {"layer": [*names]}
 
-    def side_by_side(head: str, value: Cell) -> None:
-        for (title, _), layers in zip(runs, by_name, strict=True):
-            columns[f"{head}, {title}"] = lambda name, layers=layers: value(layers[name]) if name in layers else None
+    def side_by_side(head: str, value: Callable[[LayerReport], Any]) -> list[list[Any]]:
+        values = [[value(layers[name]) if name in layers else None for name in names] for layers in by_name]
+        columns.update({f"{head}, {title}": cells for (title, _), cells in zip(runs, values)})
+        return values
 
-    def quotient(name: str) -> float | None:
-        a, b = (_last(layers[name]) if name in layers else None for layers in by_name)
-        return b / a if a and b is not None else None
-
-    side_by_side("error", _last)
-    columns["second / first"] = quotient
+    errors = zip(*side_by_side("error", _last))
+    columns["second / first"] = [b / a if a and b is not None else None for a, b in errors]
     side_by_side("% zeros", _percent)
     side_by_side("pattern", attrgetter("pattern"))
     side_by_side("recipe", attrgetter("recipe"))
     side_by_side("seconds", lambda layer: layer.seconds or None)
-    return _table("layers", "Layers", {**by_name[0], **by_name[1]}, columns)
+    return _table("layers", "Layers", columns)
 
 
-def _table(key: str, title: str, rows: Iterable[Any], columns: Mapping[str, Cell]) -> Table:
-    """A table of the columns that have a value. ``columns``: head -> what a row's cell holds."""
-    cells = {head: [_rounded(cell(row)) for row in rows] for head, cell in columns.items()}
-    shown = {head: values for head, values in cells.items() if any(value is not None for value in values)}
+def _table(key: str, title: str, columns: Mapping[str, Sequence[Any]]) -> Table:
+    """A table of the columns that have a value; floats have so many digits as are shown."""
+    shown = {
+        head: [float(f"{value:.{PLACES}g}") if isinstance(value, float) else value for value in values]
+        for head, values in columns.items()
+        if any(value is not None for value in values)
+    }
     return Table(key, title, list(shown), list(shown.values()))
 
 
-def _fields(*names: str) -> dict[str, Cell]:
-    """Columns that hold a row's fields, under their names."""
-    return {name: attrgetter(name) for name in names}
+def _fields(rows: Iterable[Any], *names: str) -> dict[str, Sequence[Any]]:
+    """Columns that hold fields of the rows, under their names."""
+    return {name: [getattr(row, name) for row in rows] for name in names}
 
 
-def _rounded(value: Any) -> Any:
-    """A cell; a float with so many digits as are shown."""
-    return float(f"{value:.{PLACES}g}") if isinstance(value, float) else value
-
-
-def _notes(row: Any) -> str | None:
-    return "; ".join(row.notes) or None
-
-
-def _shape(row: Any) -> str:
-    return product_of(row.shape)
+def _notes(rows: Iterable[Any]) -> list[str | None]:
+    return ["; ".join(row.notes) or None for row in rows]
 
 
 # figures of one run ---------------------------------------------------------------------------------------------------
@@ -381,12 +365,9 @@ def figures_of(report: "Report", masks: Mapping[str, Tensor]) -> list[Figure | N
     budget = report.settings.get("budget")
     budget = budget if isinstance(budget, Mapping) else {}
     by_layer = {f"after {step}": _by_role(layers, partial(_error_after, step=step)) for step in reversed(steps)}
-    errors = [(f"after {step}", _block(layer), _error_after(layer, step)) for step in steps for layer in layers]
+    errors = [(f"after {step.step}", _block(layer), step.error) for layer in layers for step in layer.steps]
     tuned = [("before", block.name, block.error_before) for block in blocks]
     tuned += [("after", block.name, block.error_after) for block in blocks]
-    timed = dict.fromkeys(step.step for layer in layers for step in layer.steps)
-    spent = [(step, _block(layer), _seconds(layer, step)) for step in timed for layer in layers]
-    spent += [("reconstruct", place_of(block.name)[0], block.seconds) for block in blocks]
     relative = "||(W - Q) X||^2 / ||W X||^2 of each layer, on a logarithmic scale."
     by_step = "The mean over the layers of a block, after each step of the recipe."
     held = "Relative squared error of the output of a block, on calibration batches that it was not tuned on."
@@ -399,7 +380,7 @@ def figures_of(report: "Report", masks: Mapping[str, Tensor]) -> list[Figure | N
         _levels(layers, budget),
         _tried(budget),
         _curve(budget),
-        _bars("Time by block and step", "Without running the model over the data.", spent, "stack"),
+        _bars("Time by block and step", "Without running the model over the data.", _spent(report), "stack"),
         _experts(layers),
         *([] if report.shrunk is None else _shrunk(report.shrunk, report.settings.get("divergence"))),
         _mask_maps(masks, report),
@@ -541,10 +522,7 @@ def compared_figures(runs: Runs) -> list[Figure | None]:
     errors: list[Point] = [(title, _block(layer), _last(layer)) for title, report in runs for layer in report.layers]
     zeros = [(title, _block(layer), _percent(layer)) for title, report in runs for layer in report.layers]
     tuned = [(title, block.name, block.error_after) for title, report in runs for block in report.blocks]
-    spent = []
-    for title, report in runs:
-        spent += [(title, _block(layer), _seconds(layer)) for layer in report.layers]
-        spent += [(title, place_of(block.name)[0], block.seconds) for block in report.blocks]
+    spent = [(title, block, seconds) for title, report in runs for _, block, seconds in _spent(report)]
     mean = "The mean over the layers of a block"
     held = "Of the output of a block, on calibration batches that it was not tuned on."
     return [
@@ -602,9 +580,10 @@ def _percent(layer: LayerReport) -> float:
     return 100 * layer.zeros / layer.size
 
 
-def _seconds(layer: LayerReport, only: str | None = None) -> float:
-    """The seconds of all steps, or of one."""
-    return sum(step.seconds for step in layer.steps if only in (None, step.step))
+def _spent(report: "Report") -> list[Point]:
+    """The seconds of each step of each layer, and of the reconstruction of blocks."""
+    spent: list[Point] = [(step.step, _block(layer), step.seconds) for layer in report.layers for step in layer.steps]
+    return [*spent, *(("reconstruct", place_of(block.name)[0], block.seconds) for block in report.blocks)]
 
 
 def _by_role(layers: Sequence[LayerReport], value: Callable[[LayerReport], float | None]) -> list[Point]:

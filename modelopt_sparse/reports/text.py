@@ -1,4 +1,4 @@
-"""Text for people: suggestions, lists, tables, tables that fold, files, and how far a run is.
+"""Text for people: suggestions, lists, tables, tables that fold, and files.
 
 A table folds rows whose names differ only in numbers and whose cells are equal. `*` in a folded name stands for all
 numbers that occur there: `model.layers.*.mlp.up_proj`. If only some are meant, they are listed:
@@ -7,14 +7,12 @@ numbers that occur there: `model.layers.*.mlp.up_proj`. If only some are meant, 
 
 import difflib
 import json
-import logging
 import math
 import os
 import re
 import textwrap
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product, zip_longest
 from pathlib import Path
@@ -316,18 +314,3 @@ def _spread(cells: Sequence[str]) -> str:
         ordered = sorted(numbers, key=lambda number: float(number.replace(",", "")))
         ranges.append(ordered[0] if ordered[0] == ordered[-1] else f"{ordered[0]}..{ordered[-1]}")
     return "".join(part for pair in zip(text, [*ranges, ""], strict=True) for part in pair)
-
-
-# how far a run is -----------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def only_errors(name: str) -> Iterator[None]:
-    """A library's logger shows errors alone."""
-    logger = logging.getLogger(name)
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)

@@ -1,9 +1,11 @@
 """Dense folders, what is made of them in memory and as a stream, and whether that is the same."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from safetensors.torch import load_file
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 
 import modelopt_sparse as mts
+from modelopt_sparse.checkpoint.streamed import Streamed
 from modelopt_sparse.methods.scores import Wanda
 from modelopt_sparse.model.hf import model_class
 from tests.helpers import assert_alike, token_batches
@@ -77,6 +80,22 @@ def assert_alike_folders(one: Path, other: Path) -> None:
     """What sums of other roundings have made; and both are whole."""
     assert_alike(*(mts.load(folder).state_dict() for folder in (one, other)))
     assert str(mts.verify(one)) == str(mts.verify(other))
+
+
+@contextmanager
+def blocks_in_memory() -> Iterator[list[int]]:
+    """How many blocks of what is streamed within have all of their weights, whenever one of them has been read."""
+    counts: list[int] = []
+    fill = Streamed._fill  # pyright: ignore[reportPrivateUsage]
+
+    def counting(self: Any, block: Any) -> None:
+        fill(self, block)
+        own = [[*parameters.values()] for parameters in self._own.values()]
+        sizes = [[(p.untyped_storage().nbytes(), p.numel() * p.element_size()) for p in block] for block in own]
+        counts.append(sum(any(held >= size for held, size in block) for block in sizes))
+
+    with patch.object(Streamed, "_fill", counting):
+        yield counts
 
 
 class Stopping(Wanda):

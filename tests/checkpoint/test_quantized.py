@@ -199,26 +199,6 @@ def test_streaming_gives_the_bits_of_the_dequantized_model_in_memory(tmp_path, n
     assert not (tmp_path / "streamed.partial").exists()
 
 
-@pytest.mark.parametrize("name", LOADED)
-def test_the_folder_is_a_dense_one(tmp_path, name):
-    source, _ = made(tmp_path, name)
-    streamed(source, tmp_path / "sparse", "magnitude", dequantize=True)
-    config = json.loads((tmp_path / "sparse" / "config.json").read_text())
-    assert config["dtype"] == "bfloat16"
-    assert "quantization" not in json.dumps(config)
-    loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "sparse", output_loading_info=True)
-    model, found = loaded
-    assert not found["missing_keys"]
-    assert not found["unexpected_keys"]
-    assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
-    written, dense = weights(tmp_path / "sparse"), load_file(tmp_path / "dense" / "model.safetensors")
-    assert written.keys() == dense.keys()
-    for key, value in written.items():
-        kept = value != 0
-        assert_bits(value[kept], dense[key].to(value.dtype)[kept])  # some stay float32 in a model of bfloat16
-    mts.verify(tmp_path / "sparse", "2:4")
-
-
 @pytest.mark.parametrize("name", [TINY_FP8, "gpt-oss"])
 def test_in_another_dtype(tmp_path, name):
     source, method = made(tmp_path, name, torch.float32)

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +15,15 @@ import modelopt_sparse as mts
 from modelopt_sparse.budget import choose as budget
 from modelopt_sparse.checkpoint import stream
 from modelopt_sparse.methods.scores import Wanda
-from tests.checkpoint.streams import Stopping, assert_same_folders, saved
+from tests.checkpoint.streams import Stopping, assert_same_folders, saved, streamed
 from tests.helpers import TESTBED, tiny_llama, token_batches
 from tests.interruptions import interrupted
 
 
-def assert_incomplete(target: Path) -> None:
-    """Nothing can take what is there for a model."""
-    assert not target.exists()
-    with pytest.raises(ValueError, match="is not a folder"):
-        mts.verify(target)
-    partial = target.with_name(f"{target.name}.partial")
-    assert not any((partial / name).exists() for name in ("config.json", "model.safetensors.index.json"))
+@pytest.fixture
+def source(tmp_path) -> Path:
+    """A Llama of three blocks."""
+    return saved(tmp_path / "dense", lambda: tiny_llama(num_hidden_layers=3))
 
 
 # wrong arguments ------------------------------------------------------------------------------------------------------
@@ -38,6 +36,12 @@ BEFORE_ANYTHING: list[tuple[dict[str, Any], str]] = [
     ({"data_loader": None, "data": [""], "tokenizer": "testbed"}, "data holds no text"),
     ({"data_loader": None, "data": Path("nowhere.txt"), "tokenizer": "testbed"}, "'nowhere.txt' is not a file"),
     ({"pattern": "2-4"}, "pattern '2-4' is not known"),
+    ({"dampin": 1}, "option 'dampin' is not known"),
+    ({"distill": True}, "distill runs the whole model, .*: leave it out, or load the model"),
+    (
+        {"data_loader": None, "forward_loop": lambda model: None},
+        "forward_loop runs the whole model, .* give data_loader= or data=",
+    ),
 ]
 LATER: list[tuple[dict[str, Any], str]] = [  # the model itself says so, or transformers
     ({"data_loader": [torch.full((2, 8), 5000)]}, "cannot take calibration batch 0"),
@@ -46,11 +50,10 @@ LATER: list[tuple[dict[str, Any], str]] = [  # the model itself says so, or tran
 
 
 @pytest.mark.parametrize(("wrong", "text"), BEFORE_ANYTHING + LATER, ids=lambda value: str(value)[:40])
-def test_wrong_arguments_leave_nothing_behind(tmp_path, monkeypatch, wrong, text):
+def test_wrong_arguments_leave_nothing_behind(source, tmp_path, monkeypatch, wrong, text):
     """And what can be known before is said before any of the source's weights are read, and before anything is written.
     The corrected call then runs."""
-    source, target = saved(tmp_path / "dense", tiny_llama), tmp_path / "new" / "er" / "sparse"
-    given: dict[str, Any] = {"method": "wanda", "data_loader": token_batches(2), "progress": False}
+    target, given = tmp_path / "new" / "er" / "sparse", {"method": "wanda", "data_loader": token_batches(2)}
     asked = {**given, **wrong}
     if "tokenizer" in asked:
         asked["tokenizer"] = AutoTokenizer.from_pretrained(TESTBED / "tiny-llama")
@@ -63,15 +66,14 @@ def test_wrong_arguments_leave_nothing_behind(tmp_path, monkeypatch, wrong, text
             patch.setattr(stream, "SourceFiles", too_early)
             patch.setattr(stream, "WorkFolder", too_early)
         with pytest.raises((ValueError, TypeError, AttributeError, OSError), match=text):
-            mts.sparsify_checkpoint(source, target, **asked)
+            streamed(source, target, **asked)
     assert [path.name for path in tmp_path.iterdir()] == ["dense"]
-    assert len(mts.sparsify_checkpoint(source, target, **given).layers) == 14
+    assert len(streamed(source, target, **given).layers) == 21
 
 
-def test_a_run_that_is_interrupted_before_its_first_block_is_done_leaves_nothing(tmp_path):
-    source, target = saved(tmp_path / "dense", tiny_llama), tmp_path / "new" / "sparse"
+def test_a_run_that_is_interrupted_before_its_first_block_is_done_leaves_nothing(source, tmp_path):
     with pytest.raises(KeyboardInterrupt):
-        mts.sparsify_checkpoint(source, target, Stopping(3), data_loader=token_batches(2), progress=False)
+        streamed(source, tmp_path / "new" / "sparse", Stopping(3), data_loader=token_batches(2))
     assert [path.name for path in tmp_path.iterdir()] == ["dense"]
 
 
@@ -79,22 +81,25 @@ def test_a_generator_is_read_once(stopped):
     """After a run that was stopped at its end as well, whose data is compared."""
     source, target, given = stopped
     with interrupted(stream, "_finish"):
-        mts.sparsify_checkpoint(source, target, **given)
+        streamed(source, target, **given)
     given["data_loader"] = iter(token_batches(3, seed=5))
-    assert len(mts.sparsify_checkpoint(source, target, overwrite=True, **given).layers) == 21
+    assert len(streamed(source, target, overwrite=True, **given).layers) == 21
 
 
 # stopped, and started with something else -----------------------------------------------------------------------------
 
 
 @pytest.fixture
-def stopped(tmp_path) -> tuple[Path, Path, dict[str, Any]]:
+def stopped(source, tmp_path) -> tuple[Path, Path, dict[str, Any]]:
     """A source, a target of which one of three blocks is done, and the arguments of the run that was stopped."""
-    source = saved(tmp_path / "dense", lambda: tiny_llama(num_hidden_layers=3))
-    given: dict[str, Any] = {"method": Stopping(10), "data_loader": token_batches(3), "progress": False}
+    given: dict[str, Any] = {"method": Stopping(10), "data_loader": token_batches(3)}
     with pytest.raises(KeyboardInterrupt):
-        mts.sparsify_checkpoint(source, tmp_path / "sparse", **given)
-    assert_incomplete(tmp_path / "sparse")
+        streamed(source, tmp_path / "sparse", **given)
+    assert not (tmp_path / "sparse").exists()
+    with pytest.raises(ValueError, match="is not a folder"):  # nothing can take what is there for a model
+        mts.verify(tmp_path / "sparse")
+    names = ("config.json", "model.safetensors.index.json")
+    assert not any((tmp_path / "sparse.partial" / name).exists() for name in names)
     return source, tmp_path / "sparse", given
 
 
@@ -137,12 +142,12 @@ def test_started_with_something_else_it_refuses_and_says_what_differs(stopped, c
         changes(source)
     again = {**given, **({} if callable(changes) else changes)}
     with pytest.raises(ValueError, match="holds a run that was started with something else") as caught:
-        mts.sparsify_checkpoint(source, target, **again)
+        streamed(source, target, **again)
     for part in [*parts, "give another target, or overwrite=True"]:
         assert part in str(caught.value)
     assert content(target.with_name("sparse.partial")) == before
-    mts.sparsify_checkpoint(source, target, overwrite=True, **again)
-    fresh = mts.sparsify_checkpoint(source, target.with_name("fresh"), **again)
+    streamed(source, target, overwrite=True, **again)
+    fresh = streamed(source, target.with_name("fresh"), **again)
     assert_same_folders(target, target.with_name("fresh"))
     assert mts.report(target).notes == fresh.notes == []
 
@@ -151,7 +156,7 @@ def test_started_with_something_else_it_refuses_and_says_what_differs(stopped, c
 def test_started_again_it_goes_on(stopped, overwrite):
     source, target, given = stopped
     given["method"].left = 0
-    report = mts.sparsify_checkpoint(source, target, overwrite=overwrite, **given)
+    report = streamed(source, target, overwrite=overwrite, **given)
     assert given["method"].left == -14  # two blocks
     assert report.notes == ["1 of 3 blocks were reused from a stopped run"]
     assert [layer.name for layer in report.layers] == [
@@ -159,7 +164,7 @@ def test_started_again_it_goes_on(stopped, overwrite):
         for i in range(3)
         for name in (*(f"self_attn.{x}_proj" for x in "qkvo"), *(f"mlp.{x}_proj" for x in ("gate", "up", "down")))
     ]
-    mts.sparsify_checkpoint(source, target.with_name("fresh"), **given)
+    streamed(source, target.with_name("fresh"), **given)
     assert_same_folders(target, target.with_name("fresh"))
 
 
@@ -172,16 +177,15 @@ class Broken(Stopping):
         raise ValueError("cannot be solved")
 
 
-def test_what_fails_after_a_reused_block_that_was_permuted_is_the_error_that_shows(tmp_path):
+def test_what_fails_after_a_reused_block_that_was_permuted_is_the_error_that_shows(source, tmp_path):
     """The reused block is permuted again for what it puts out; there is no way back to its dense weights, which are
     not in memory any more."""
-    source, target = saved(tmp_path / "dense", lambda: tiny_llama(num_hidden_layers=3)), tmp_path / "sparse"
-    options: dict[str, Any] = {"data_loader": token_batches(3), "permute": True, "progress": False}
+    target, options = tmp_path / "sparse", {"data_loader": token_batches(3), "permute": True}
     with pytest.raises(KeyboardInterrupt):
-        mts.sparsify_checkpoint(source, target, Stopping(10), **options)
+        streamed(source, target, Stopping(10), **options)
     with pytest.raises(ValueError, match=r"^layer 'model.layers.1.self_attn.q_proj': cannot be solved$"):
-        mts.sparsify_checkpoint(source, target, Broken(0), **options)
-    report = mts.sparsify_checkpoint(source, target, Stopping(0), **options)
+        streamed(source, target, Broken(0), **options)
+    report = streamed(source, target, Stopping(0), **options)
     assert report.notes[-1] == "1 of 3 blocks were reused from a stopped run"
     assert any(layer.recipe.startswith("permute+") for layer in report.layers)
 
@@ -192,14 +196,14 @@ def test_data_is_compared_after_the_last_block_as_well(stopped, owner, name):
     no other data."""
     source, target, given = stopped
     with interrupted(owner, name):
-        mts.sparsify_checkpoint(source, target, **given)
+        streamed(source, target, **given)
     with pytest.raises(ValueError, match="calibration data: "):
-        mts.sparsify_checkpoint(source, target, **{**given, "data_loader": token_batches(3, seed=5)})
+        streamed(source, target, **{**given, "data_loader": token_batches(3, seed=5)})
     left = given["method"].left
-    report = mts.sparsify_checkpoint(source, target, **given)
+    report = streamed(source, target, **given)
     assert given["method"].left == left
     assert len(report.layers) == 21
-    mts.sparsify_checkpoint(source, target.with_name("fresh"), **given)
+    streamed(source, target.with_name("fresh"), **given)
     assert_same_folders(target, target.with_name("fresh"))
 
 
@@ -214,10 +218,9 @@ def test_a_finished_block_that_has_changed_is_refused(stopped, damage):
     else:
         shard.write_bytes(data if damage == "flipped" else data[:-1])
     with pytest.raises(ValueError, match=r"is damaged: 'folder/model-00002-of-00004.safetensors' is not as block"):
-        mts.sparsify_checkpoint(source, target, **given)
-    report = mts.sparsify_checkpoint(source, target, overwrite=True, **given)
-    assert len(report.layers) == 21
-    assert not report.notes
+        streamed(source, target, **given)
+    report = streamed(source, target, overwrite=True, **given)
+    assert (len(report.layers), report.notes) == (21, [])
 
 
 def test_other_versions_are_refused(stopped):
@@ -225,43 +228,40 @@ def test_other_versions_are_refused(stopped):
     started = target.with_name("sparse.partial") / "started.json"
     started.write_text(started.read_text().replace(f'"{torch.__version__}"', '"2.0.0"'))
     with pytest.raises(ValueError, match=rf"version of torch: 2\.0\.0 there, {torch.__version__.split('+')[0]}"):
-        mts.sparsify_checkpoint(source, target, **given)
+        streamed(source, target, **given)
 
 
 @pytest.mark.parametrize("beside", [(), ("lock", "started.json")])
-def test_what_stands_in_the_way_is_left_alone(tmp_path, beside):
+def test_what_stands_in_the_way_is_left_alone(source, tmp_path, beside):
     """Also beside files of a run of which no block is done."""
-    source = saved(tmp_path / "dense", tiny_llama)
     partial = tmp_path / "sparse.partial"
     partial.mkdir()
     for name in ("thesis.txt", *beside):
         (partial / name).write_text("{}")
     for overwrite in (False, True):
         with pytest.raises(ValueError, match="something else is there"):
-            mts.sparsify_checkpoint(source, tmp_path / "sparse", "magnitude", overwrite=overwrite)
+            streamed(source, tmp_path / "sparse", "magnitude", overwrite=overwrite)
     assert {path.name for path in partial.iterdir()} == {"thesis.txt", *beside}
 
 
 # a target that exists -------------------------------------------------------------------------------------------------
 
 
-def test_overwrite_replaces_a_model_and_leaves_other_files(tmp_path):
-    source = saved(tmp_path / "dense", lambda: tiny_llama(num_hidden_layers=3))
+def test_overwrite_replaces_a_model_and_leaves_other_files(source, tmp_path):
     old = saved(tmp_path / "sparse", lambda: tiny_llama(num_hidden_layers=4), max_shard_size=20_000)
     (old / "notes.txt").write_text("mine")
     before = content(old)
     with pytest.raises(ValueError, match="exists and is not empty: give another path, or overwrite=True"):
-        mts.sparsify_checkpoint(source, old, "magnitude")
+        streamed(source, old, "magnitude")
     assert content(old) == before
-    mts.sparsify_checkpoint(source, old, "magnitude", overwrite=True)
-    mts.sparsify_checkpoint(source, tmp_path / "fresh", "magnitude")
+    streamed(source, old, "magnitude", overwrite=True)
+    streamed(source, tmp_path / "fresh", "magnitude")
     assert_same_folders(old, tmp_path / "fresh")
     assert (old / "notes.txt").read_text() == "mine"
     assert {path.name for path in old.iterdir()} - {"notes.txt"} == {p.name for p in (tmp_path / "fresh").iterdir()}
 
 
-def test_a_target_that_came_into_being_meanwhile_is_kept(tmp_path):
-    source = saved(tmp_path / "dense", tiny_llama)
+def test_a_target_that_came_into_being_meanwhile_is_kept(source, tmp_path):
     target = tmp_path / "sparse"
 
     class Rival(Wanda):
@@ -272,99 +272,82 @@ def test_a_target_that_came_into_being_meanwhile_is_kept(tmp_path):
             (target / "config.json").write_text("{}")
             return super().solve(weight, state, pattern, options)
 
-    given = {"data_loader": token_batches(2), "progress": False}
+    data = token_batches(2)
     with pytest.raises(ValueError, match="has come into being since the start"):
-        mts.sparsify_checkpoint(source, target, Rival(), **given)
+        streamed(source, target, Rival(), data_loader=data)
     assert (target / "config.json").read_text() == "{}"
     shutil.rmtree(target)
-    report = mts.sparsify_checkpoint(source, target, Rival(), **given)
-    assert len(report.layers) == len(mts.verify(target, "2:4").layers) == 14
+    report = streamed(source, target, Rival(), data_loader=data)
+    assert len(report.layers) == len(mts.verify(target, "2:4").layers) == 21
 
 
-def test_a_run_that_goes_on_keeps_the_plan_of_its_budget(tmp_path, monkeypatch):
+def test_a_run_that_goes_on_keeps_the_plan_of_its_budget(source, tmp_path, monkeypatch):
     """Nothing is measured again; what it ends in is what a run ends in that was not stopped."""
-    source = saved(tmp_path / "dense", lambda: tiny_llama(num_hidden_layers=3))
-    given: dict[str, Any] = {"data_loader": token_batches(3), "progress": False, "budget": "50% zeros"}
+    given: dict[str, Any] = {"data_loader": token_batches(3), "budget": "50% zeros"}
     method = Stopping(10)
     with pytest.raises(KeyboardInterrupt):
-        mts.sparsify_checkpoint(source, tmp_path / "sparse", method, **given)
+        streamed(source, tmp_path / "sparse", method, **given)
     kept = json.loads((tmp_path / "sparse.partial" / "budget.json").read_text())
     with monkeypatch.context() as patch:
         patch.setattr(budget, "tabled", None)
-        report = mts.sparsify_checkpoint(source, tmp_path / "sparse", method, **given)
+        report = streamed(source, tmp_path / "sparse", method, **given)
     assert report.settings["budget"] == kept
     assert len({layer.pattern for layer in report.layers}) > 2
-    mts.sparsify_checkpoint(source, tmp_path / "whole", Stopping(10**6), **given)
+    streamed(source, tmp_path / "whole", Stopping(10**6), **given)
     assert_same_folders(tmp_path / "sparse", tmp_path / "whole")
     assert mts.report(tmp_path / "sparse").settings["budget"]["layers"] == kept["layers"]
     # other data: the plan is not taken over
     with pytest.raises(KeyboardInterrupt):
-        mts.sparsify_checkpoint(source, tmp_path / "third", Stopping(10), **given)
+        streamed(source, tmp_path / "third", Stopping(10), **given)
     given["data_loader"] = token_batches(3, seed=7)
     with pytest.raises(ValueError, match="calibration data"):
-        mts.sparsify_checkpoint(source, tmp_path / "third", method, **given)
-    report = mts.sparsify_checkpoint(source, tmp_path / "third", method, overwrite=True, **given)
+        streamed(source, tmp_path / "third", method, **given)
+    report = streamed(source, tmp_path / "third", method, overwrite=True, **given)
     assert report.settings["budget"]["tried"] != kept["tried"]
 
 
 # what cannot be streamed ----------------------------------------------------------------------------------------------
 
 
-def test_refused_before_any_work_with_what_to_do(tmp_path):
-    source = saved(tmp_path / "dense", tiny_llama)
-    data = {"data_loader": token_batches(2)}
-    refused: list[tuple[dict[str, Any], str]] = [
-        ({"distill": True, **data}, "distill runs the whole model, .*: leave it out, or load the model"),
-        ({"forward_loop": lambda model: None}, "forward_loop runs the whole model, .* give data_loader= or data="),
-        ({"include": ["lm_head"], **data}, "nothing to prune|lm_head"),
-        ({"pattern": "2:4", "dampin": 1}, "option 'dampin' is not known"),
-        ({}, "needs calibration data"),
-    ]
-    for options, text in refused:
-        with pytest.raises(ValueError, match=text):
-            mts.sparsify_checkpoint(source, tmp_path / "sparse", **{"method": "sparsegpt", **options})
-    assert not (tmp_path / "sparse").exists()
-
-
 def test_an_output_head_takes_a_run_of_its_own_and_is_refused(tmp_path):
     source = saved(tmp_path / "dense", lambda: tiny_llama(tie_word_embeddings=False, vocab_size=96))
     with pytest.raises(ValueError, match=r"layer 'lm_head' is not in one block.*exclude it, or load the model"):
-        mts.sparsify_checkpoint(source, tmp_path / "sparse", "wanda", include=["lm_head"], data_loader=token_batches(2))
+        streamed(source, tmp_path / "sparse", "wanda", include=["lm_head"], data_loader=token_batches(2))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dense"]
 
 
-def test_sources_that_are_refused(tmp_path):
-    source = saved(tmp_path / "dense", tiny_llama)
-    target = tmp_path / "sparse"
-    with pytest.raises(ValueError, match="is the folder that the weights come from"):
-        mts.sparsify_checkpoint(source, source, "magnitude", overwrite=True)
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match=r"holds no config\.json"):
-        mts.sparsify_checkpoint(tmp_path / "empty", target, "magnitude")
-    with pytest.raises(ValueError, match=r"looks like a pickle file"):
-        mts.sparsify_checkpoint(source, tmp_path / "model.pth", "magnitude")
-    for name in ("quantized", "pickled", "holed", "infinite"):
-        shutil.copytree(source, tmp_path / name)
-    config = json.loads((source / "config.json").read_text())
-    (tmp_path / "quantized" / "config.json").write_text(
-        json.dumps({**config, "quantization_config": {"quant_method": "fp8"}})
-    )
-    with pytest.raises(ValueError, match=r"is quantized \(fp8\): give dequantize=True"):
-        mts.sparsify_checkpoint(tmp_path / "quantized", target, "magnitude")
-    (tmp_path / "pickled" / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"model.safetensors' is missing, .*: get it again, .* save_pretrained"):
-        mts.sparsify_checkpoint(tmp_path / "pickled", target, "magnitude")
-    assert not (tmp_path / "sparse.partial").exists()
-    weights = load_file(source / "model.safetensors")
-    some = {name: x for name, x in weights.items() if "layers.1.mlp.up_proj" not in name}
-    save_file(some, tmp_path / "holed" / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"does not hold a whole LlamaForCausalLM: 'model.layers.1.mlp.up_proj"):
-        mts.sparsify_checkpoint(tmp_path / "holed", target, "magnitude", overwrite=True)
-    weights["model.layers.1.mlp.up_proj.weight"][3, 2] = float("inf")
-    save_file(weights, tmp_path / "infinite" / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"layer 'model.layers.1.mlp.up_proj': its weight holds NaN or inf"):
-        mts.sparsify_checkpoint(tmp_path / "infinite", target, "magnitude", overwrite=True)
-    assert not target.exists()
+def with_weights(change: Callable[[dict[str, Any], str], object]) -> Callable[[Path], None]:
+    def changed(source: Path) -> None:
+        weights = {name: x.clone() for name, x in load_file(source / "model.safetensors").items()}
+        change(weights, "model.layers.1.mlp.up_proj.weight")
+        save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
+
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda source: (source / "config.json").unlink(), r"holds no config\.json"),
+        (
+            lambda source: (source / "model.safetensors").unlink(),
+            r"model.safetensors' is missing, .*: get it again, .* save_pretrained",
+        ),
+        (
+            with_weights(lambda weights, name: weights.pop(name)),
+            r"does not hold a whole LlamaForCausalLM: 'model.layers.1.mlp.up_proj",
+        ),
+        (
+            with_weights(lambda weights, name: weights[name][3].fill_(float("inf"))),
+            r"layer 'model.layers.1.mlp.up_proj': its weight holds NaN or inf",
+        ),
+    ],
+)
+def test_sources_that_are_refused(source, tmp_path, change, text):
+    change(source)
+    with pytest.raises(ValueError, match=text):
+        streamed(source, tmp_path / "sparse", "magnitude")
+    assert not (tmp_path / "sparse").exists()
 
 
 def test_a_stack_that_cannot_be_chained_is_refused(tmp_path):
@@ -372,12 +355,12 @@ def test_a_stack_that_cannot_be_chained_is_refused(tmp_path):
     sizes = {"vocab_size": 97, "embedding_size": 16, "hidden_size": 32, "intermediate_size": 64}
     config = AlbertConfig(**sizes, num_hidden_layers=3, num_attention_heads=4, max_position_embeddings=64)
     source = saved(tmp_path / "dense", lambda: AlbertForMaskedLM(config))
-    options = {"data_loader": token_batches(2), "progress": False}
+    options = {"data_loader": token_batches(2)}
     more_than_once = r"stack 'albert\..*calls come to its blocks more than once, .*: streaming would"
     with pytest.raises(ValueError, match=more_than_once):
-        mts.sparsify_checkpoint(source, tmp_path / "sparse", "wanda", sequential="none", **options)
+        streamed(source, tmp_path / "sparse", "wanda", sequential="none", **options)
     assert not (tmp_path / "sparse").exists()
-    mts.sparsify_checkpoint(source, tmp_path / "sparse", "wanda", **options)
+    streamed(source, tmp_path / "sparse", "wanda", **options)
     expected = dict(mts.named_masks(mts.sparsify(AlbertForMaskedLM.from_pretrained(source), "wanda", **options)))
     found = dict(mts.named_masks(mts.load(tmp_path / "sparse")))
     assert all(torch.equal(found[name], mask) for name, mask in expected.items())

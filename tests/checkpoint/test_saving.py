@@ -17,7 +17,7 @@ import modelopt_sparse as mts
 from modelopt_sparse.checkpoint import save as checkpoint
 from modelopt_sparse.checkpoint.folder import DESCRIPTION
 from tests.checkpoint.folders import outputs, scrambled, sparse
-from tests.helpers import assert_bits, assert_same_state, run_python, state_of, tiny_llama
+from tests.helpers import assert_bits, assert_same_state, state_of, tiny_llama
 from tests.interruptions import interrupted
 from tests.models.net import Net, net
 
@@ -208,39 +208,6 @@ def test_a_save_that_is_stopped_while_files_are_replaced_leaves_no_description(b
         mts.save(sparse("net"), folder, overwrite=True)
     assert not (folder / DESCRIPTION).exists()
     assert [path.name for path in folder.parent.iterdir()] == ["net"]
-
-
-ON_A_FULL_DISK = """
-import resource, sys
-import modelopt_sparse as mts
-from tests.checkpoint.folders import sparse
-models = {name: sparse(name) for name in ("llama", "net")}
-resource.setrlimit(resource.RLIMIT_FSIZE, (1500, 1500))  # config.json fits, the weights do not
-for folder in sys.argv[1:]:
-    try:
-        mts.save(models[folder.rpartition("/")[2]], folder, overwrite=True)
-    except OSError as error:
-        print(type(error).__name__, error)
-"""
-
-
-def test_a_full_disk_is_an_error_that_leaves_nothing_behind(broken, tmp_path):
-    existing = [broken("llama"), broken("net")]
-    before = [{path.name: path.read_bytes() for path in folder.iterdir()} for folder in existing]
-    (tmp_path / "new").mkdir()
-    folders = [*existing, tmp_path / "new" / "llama", tmp_path / "new" / "net"]
-    done = run_python("-c", ON_A_FULL_DISK, *folders)
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    assert len(lines) == len(folders)
-    for folder, line in zip(folders, lines):
-        kept = "what was there before is complete" if folder in existing else "nothing is left of it"
-        assert line.startswith(f"OSError '{folder}' could not be written ({kept}): ")
-        assert "File too large" in line
-        assert line.endswith("; the disk is full: free space and save again")
-    assert [{path.name: path.read_bytes() for path in folder.iterdir()} for folder in existing] == before
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["llama", "net", "new"]
-    assert list((tmp_path / "new").iterdir()) == []
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")

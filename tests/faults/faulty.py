@@ -19,7 +19,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
@@ -67,14 +66,6 @@ class Runs:
 
     def run(self, do: str, given: dict[str, Any], **job: Any) -> tuple[int, dict[str, Any]]:
         return self.wait(self.start(do, given, **job))
-
-    def run_killed(self, when: Callable[[], bool], do: str, given: dict[str, Any]) -> int:
-        """-> the exit code of a run that is killed as soon as ``when`` holds, if it is not faster."""
-        pid = self.start(do, given)
-        while not when() and state(pid) not in ENDED:
-            pass
-        os.kill(pid, signal.SIGKILL)
-        return self.wait(pid)[0]
 
     def start_stopped(self, do: str, given: dict[str, Any], at: str, files: Path) -> int:
         """Start a run that stops before an operation on a path, and wait until it has -> its number."""
@@ -134,7 +125,6 @@ def _run(job: dict[str, Any], pipe: int) -> int:
     if "files" in job:
         sys.addaudithook(counted)
     result: dict[str, Any] = {}
-    began = time.perf_counter()
     try:
         code, found = DO[job["do"]](**job["given"])
         result.update(found)
@@ -145,7 +135,7 @@ def _run(job: dict[str, Any], pipe: int) -> int:
             chain.append(f"{type(link).__name__}: {link}")
             link = link.__cause__ or link.__context__
         code, result = 1, {"error": chain[0], "because": chain[1:]}
-    result.update(operations=counted.number, seconds=time.perf_counter() - began)
+    result["operations"] = counted.number
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     os.write(pipe, json.dumps(result).encode())
     return code
@@ -355,14 +345,6 @@ def _save(model: str, folder: str) -> tuple[int, dict[str, Any]]:
     return 0, {}
 
 
-def _pack(plain: str, folder: str) -> tuple[int, dict[str, Any]]:
-    """Write the packed form of a folder to another."""
-    import modelopt_sparse as mts
-
-    mts.pack(plain, folder, overwrite=True)
-    return 0, {}
-
-
 def _cli(arguments: list[str]) -> tuple[int, dict[str, Any]]:
     from modelopt_sparse.cli.commands import main
 
@@ -413,7 +395,6 @@ DO: dict[str, Callable[..., tuple[int, dict[str, Any]]]] = {
     "stream as rank": _stream_as_rank,
     "small disk": _on_a_small_disk,
     "save": _save,
-    "pack": _pack,
     "cli": _cli,
     "solve": _solve,
 }
