@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 import typer
+import yaml
 from torch.utils.data import DataLoader
 from transformers import GPTJConfig, GPTJForCausalLM
 
@@ -431,6 +432,20 @@ def test_generated_pages_are_those_of_the_options_and_flags():
 def test_every_page_begins_with_what_the_reader_can_do_after_it():
     for page in DOCS:
         assert "\nAfter this page you " in page.read_text(encoding="utf-8")[:400], _name(page)
+
+
+def test_questions_of_users_are_answered():
+    """Every answer in docs_questions.yaml stands on its page, and every page that people write answers some."""
+    questions = yaml.safe_load((ROOT / "tests" / "docs_questions.yaml").read_text(encoding="utf-8"))
+    generated = runpy.run_path(str(ROOT / "docs" / "generate.py"))["PAGES"]
+    assert set(questions) == {page.name for page in DOCS} - set(generated)
+    asked = Counter(entry["question"] for entries in questions.values() for entry in entries)
+    assert max(asked.values()) == 1, asked.most_common(1)
+    for page, entries in questions.items():
+        text = " ".join((ROOT / "docs" / page).read_text(encoding="utf-8").split())
+        for entry in entries:
+            assert entry["answer"] in text, f"docs/{page}: {entry['question']}"
+            assert 20 <= len(entry["answer"]) <= 90, f"docs/{page}: {entry['answer']}"
 
 
 def test_every_public_function_is_described():
