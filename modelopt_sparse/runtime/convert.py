@@ -23,6 +23,7 @@ from modelopt_sparse.runtime.kernels import (
     BACKENDS,
     DTYPES,
     UNTIMED,
+    Choice,
     NotPackable,
     SemiStructuredLinear,
     choose_backend,
@@ -34,7 +35,7 @@ from modelopt_sparse.runtime.kernels import (
     shape_misfit,
     unpack_module,
 )
-from modelopt_sparse.runtime.timing import Place, Timing, decide, eager_seconds, time_layer
+from modelopt_sparse.runtime.timing import Place, Timing, eager_seconds, time_layer
 
 ATTRIBUTE = "semi_structured_report"  # where a model holds its report
 SPARSE, DENSE = "2:4", "dense"  # values of LayerSpeed.runs
@@ -369,7 +370,9 @@ def _convert_layer(
 ) -> LayerSpeed:
     """Pack one layer, or leave it dense -> its entry in the report, ``dense`` if nothing changes.
 
-    The dense weight of a packed layer is freed before the next layer's is read.
+    A layer that is timed is packed if 2:4 is at least ``min_speedup`` times as fast as the faster of the dense
+    libraries at every token count. A count that was not timed runs as the largest timed one below it. The dense weight
+    of a packed layer is freed before the next layer's is read.
     """
     weight = module.get_parameter("weight").detach().to(place.device)
     bias = None if module.bias is None else module.bias.detach().to(place.device)
@@ -378,17 +381,16 @@ def _convert_layer(
     except NotPackable as reason:
         return replace(dense, reason=str(reason))
     measured: list[Timing] = []
-    choices = UNTIMED
     if settings.tune is not None:
         key = place.title, weight.shape, weight.dtype, bias is None
         if key not in timings:
             timings[key] = time_layer(settings.tune, weight, bias, packed, place)
-        measured, choices = timings[key], decide(timings[key], settings.min_speedup)
-        if choices is None:
-            lost = ", ".join(str(timing.tokens) for timing in measured if timing.speedup < settings.min_speedup)
-            slower = f"2:4 is not {settings.min_speedup:g} times as fast at {lost} tokens"
+        measured = timings[key]
+        if lost := [str(timing.tokens) for timing in measured if timing.speedup < settings.min_speedup]:
+            slower = f"2:4 is not {settings.min_speedup:g} times as fast at {', '.join(lost)} tokens"
             return replace(dense, reason=slower, timings=tuple(measured))
-    pack_module(module, packed, place.backend, choices)
+    choices = [Choice(timing.tokens, timing.algorithm) for timing in measured]
+    pack_module(module, packed, place.backend, choices or UNTIMED)
     assert isinstance(module, SemiStructuredLinear)
     negative = int(((weight == 0) & torch.signbit(weight)).sum())
     module.record = replace(

@@ -16,8 +16,7 @@ Shape letters: R rows (out features), C columns (in features), G groups of four 
 import functools
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -105,7 +104,8 @@ class Backend(ABC):
 
     def as_tensor(self, packed: Tensor, metadata: Tensor | None, shape: torch.Size) -> SparseSemiStructuredTensor:
         """The packed weight as torch's own tensor subclass: it has a shape, dtype and device, and a few operations."""
-        with _without_prototype_warning():
+        with warnings.catch_warnings():  # that the API of torch's classes is a prototype
+            warnings.filterwarnings("ignore", "The PyTorch API of SparseSemiStructuredTensor is in prototype stage")
             return self.tensor_class(shape, packed, metadata, None, None, None)
 
 
@@ -124,10 +124,7 @@ class CuSparseLt(Backend):
         return ""
 
     def pack(self, weight):
-        with _without_prototype_warning():
-            packed = self.tensor_class.from_dense(weight).packed
-        assert packed is not None
-        return packed, None
+        return torch._cslt_compress(weight), None
 
     def unpack(self, packed, metadata, columns):
         # the layout is not documented, so the weight is computed as W = (I W^T)^T: every sum has one nonzero term
@@ -219,14 +216,6 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-@contextmanager
-def _without_prototype_warning() -> Iterator[None]:
-    """Hide the warning of torch's classes that their API is a prototype: all uses of it stand in this file."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The PyTorch API of SparseSemiStructuredTensor is in prototype stage")
-        yield
-
-
 def _dotted(capability: tuple[int, int]) -> str:
     return ".".join(map(str, capability))
 
@@ -237,7 +226,7 @@ def _dotted(capability: tuple[int, int]) -> str:
 
 
 class NotPackable(ValueError):
-    """A weight cannot be packed. The text is the reason alone: the caller knows the layer's name."""
+    """A weight does not come back bit for bit. The text is the reason alone: the caller knows the layer's name."""
 
 
 def misfit(weight: Tensor) -> str:
@@ -267,20 +256,13 @@ def shape_misfit(shape: torch.Size, dtype: torch.dtype, backend: Backend) -> str
     return ""
 
 
-def without_negative_zeros(weight: Tensor) -> Tensor:
-    """A contiguous copy in which -0.0 is +0.0."""
-    return weight.masked_fill(weight == 0, 0).contiguous()
-
-
 @torch.no_grad()
 def pack(weight: Tensor, backend: Backend) -> tuple[Tensor, Tensor | None]:
-    """(values, metadata) of a 2:4 weight [R, C].
+    """(values, metadata) of a weight [R, C] in which `misfit` and `shape_misfit` find nothing wrong.
 
-    Raises NotPackable if it is not 2:4, if its shape does not fit, or if it does not unpack bit for bit.
+    Raises NotPackable if it does not unpack bit for bit.
     """
-    if reason := shape_misfit(weight.shape, weight.dtype, backend) or misfit(weight):
-        raise NotPackable(reason)
-    clean = without_negative_zeros(weight.detach())
+    clean = weight.detach().masked_fill(weight == 0, 0).contiguous()  # -0.0 is +0.0 here
     packed, metadata = backend.pack(clean)
     back = backend.unpack(packed, metadata, weight.shape[1])
     if not torch.equal(back.view(torch.uint8), clean.view(torch.uint8)):

@@ -9,7 +9,8 @@ skips them: on CPUs and GPUs the products of a sparse module stay dense.
 
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,11 +20,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 from transformers import PreTrainedModel
 
-from modelopt_sparse.checks import shown
+from modelopt_sparse.checks import grouped, shown
 from modelopt_sparse.distributed import full
 from modelopt_sparse.methods.patterns import Unstructured, count_zeros, level_of
 from modelopt_sparse.methods.scores import Magnitude
-from modelopt_sparse.model.devices import flat_tensors, full_name, in_eval_mode, unwrapped
+from modelopt_sparse.model.devices import flat_tensors, full_name, unwrapped
 from modelopt_sparse.model.experts import RoutedAdapter
 from modelopt_sparse.model.find import find_layers, protected_modules
 from modelopt_sparse.model.forwards import OTHER
@@ -41,10 +42,11 @@ from modelopt_sparse.model.masking import (
 )
 from modelopt_sparse.plan.options import SparsifyConfig, check_globs, first_match
 from modelopt_sparse.plan.planner import plan_for
-from modelopt_sparse.reports.report import attach_report, attached_report
+from modelopt_sparse.reports.report import attached_report
 from modelopt_sparse.reports.text import Column, Printed, by_reason, first_few, paragraph, rows_of, table
 from modelopt_sparse.reports.values import REPLACED, Skipped
-from modelopt_sparse.training.updates import AtSteps, Constant, EveryFew
+from modelopt_sparse.run import calibrating
+from modelopt_sparse.training.updates import AtSteps, EveryFew
 
 BLOCKS, DEFAULT = "blocks", "default"
 DENSE_WORDS = ("embedding", "norm", "lm_head")  # in a parameter's name; those of the Cerebras Model Zoo
@@ -143,6 +145,15 @@ class Weight:
         for optimizer in self.optimizers:
             zero_state(optimizer, self.parameter, self.mask)
 
+    def zeros_at(self, level: float) -> int:
+        """How many zeros its algorithm gives it at a level (not by "from_zeros" or a function)."""
+        algorithm, pattern, matrix = self.algorithm, self.algorithm.pattern, self.empty_matrix()
+        if pattern is not None and not algorithm.magnitude_first:
+            return pattern.zeros_in(matrix.shape)
+        size = algorithm.scope.within(matrix).shape[-1]
+        reached = level if pattern is None else min(level, pattern.sparsity)
+        return matrix.numel() // size * count_zeros(reached, size)
+
     def counted(self) -> dict[str, Any]:
         """Its zeros, and the pattern that its mask keeps: N:M, or the level that all rows or matrices have."""
         matrix, pattern = self.layer.matrix(self.mask), self.algorithm.pattern
@@ -152,13 +163,11 @@ class Weight:
 
     def write_report(self) -> None:
         """Bring its entry in the model's report up to date."""
-        if (report := attached_report(self.model)) is not None:
-            layers = list(report.layers)
-            for i, layer in enumerate(layers):
-                if layer.parameter == self.name:
-                    notes = [note for note in layer.notes if not note.startswith((STILL, REPLACED))]
-                    layers[i] = replace(layer, **self.counted(), notes=notes + [STILL] * self.still)
-            attach_report(self.model, replace(report, layers=layers))
+        rows = [] if (report := attached_report(self.model)) is None else report.layers
+        for i, row in enumerate(rows):
+            if row.parameter == self.name:
+                notes = [note for note in row.notes if not note.startswith((STILL, REPLACED))]
+                rows[i] = replace(row, **self.counted(), notes=notes + [STILL] * self.still)
 
 
 def find_weights(model: nn.Module) -> list[Weight]:
@@ -221,10 +230,8 @@ def reasons(model: nn.Module, weights: Sequence[Weight], choice: str) -> dict[st
     Cerebras Model Zoo, and none that `sparsify` leaves dense for its type or role: embeddings, heads, routers.
     "blocks" takes what `sparsify` prunes, and layers whose forwards do something else with the weight; nothing else.
     """
-    layers, others = find_layers(model)
-    prunable = {module for layer in layers for module in (layer.owner, *layer.hooked_modules)}
-    protected = protected_modules(model, prunable, one_block=False)
-    no_layer = {name: weight.reason for weight in others for name in weight.names}
+    protected = protected_modules(model, (), one_block=False)
+    no_layer = {name: weight.reason for weight in find_layers(model)[1] for name in weight.names}
     default = {weight.name: _reason(weight, protected, no_layer) for weight in weights}
     if choice == DEFAULT:
         return default
@@ -241,7 +248,7 @@ def _reason(weight: Weight, protected: Mapping[nn.Module, str], no_layer: Mappin
     if len(weight.shape) < 2:
         return "one dimension"
     if any(isinstance(module, nn.Embedding) for module in weight.holders.values()):
-        return no_layer.get(weight.name) or "embedding"
+        return "embedding"
     if role := next((protected[module] for module in weight.holders.values() if module in protected), ""):
         return role
     if not weight.is_layer and (reason := no_layer.get(weight.name.removesuffix(".weight"))):
@@ -386,38 +393,21 @@ def _misfit(weight: Weight, algorithm: Any) -> str | None:
 
 def levels_at(step: int, weights: Collection[Weight]) -> dict[str, float]:
     """The level of each sparse parameter at a step, by name."""
-    shapes: dict[Any, dict[str, tuple[int, ...]]] = {}  # ERK goes by those of the parameters, or of one expert
-    for weight in weights:
-        one = weight.shape[-2:] if isinstance(weight.layer.adapter, RoutedAdapter) else weight.shape
-        shapes.setdefault(weight.algorithm, {})[weight.name] = one
-    levels = [algorithm.levels(by_name, step) for algorithm, by_name in shapes.items()]
-    return {name: level for by_name in levels for name, level in by_name.items()}
-
-
-def zeros_by_name(
-    model: nn.Module, members: Sequence[tuple[Filter, Any]], levels: Mapping[str, float]
-) -> dict[str, int]:
-    """How many zeros the members give each parameter that they take: before training; by a schedule, at ``levels``."""
-    _, chosen = plan_training(model, members)
-    levels = {**levels, **levels_at(0, [x for x in chosen if isinstance(x.algorithm.sparsity, Constant)])}
-    return {weight.name: _zeros(weight, levels[weight.name]) for weight in chosen}
-
-
-def _zeros(weight: Weight, level: float) -> int:
-    """How many zeros its algorithm gives a parameter at a level (not by "from_zeros" or a function)."""
-    algorithm, pattern, matrix = weight.algorithm, weight.algorithm.pattern, weight.empty_matrix()
-    if pattern is not None and not algorithm.magnitude_first:
-        return pattern.zeros_in(matrix.shape)
-    size = algorithm.scope.within(matrix).shape[-1]
-    reached = level if pattern is None else min(level, pattern.sparsity)
-    return matrix.numel() // size * count_zeros(reached, size)
+    levels: dict[str, float] = {}
+    for algorithm, members in grouped(weights, lambda weight: weight.algorithm).items():
+        shapes = {
+            weight.name: weight.shape[-2:] if isinstance(weight.layer.adapter, RoutedAdapter) else weight.shape
+            for weight in members
+        }
+        levels |= algorithm.levels(shapes, step)  # ERK goes by shapes, of experts by that of one
+    return levels
 
 
 def _row(weight: Weight, level: float) -> Row:
     algorithm, pattern, options = weight.algorithm, weight.algorithm.pattern, weight.algorithm.describe()
     schedule = str(getattr(algorithm.sparsity, "value", options["sparsity"]))
     scope = str(algorithm.scope) if pattern is None else f"{pattern}, {algorithm.scope}"
-    zeros, size = _zeros(weight, level), weight.parameter.numel()
+    zeros, size = weight.zeros_at(level), weight.parameter.numel()
     return Row(weight.name, weight.type, weight.shape, options["algorithm"], schedule, scope, zeros, size)
 
 
@@ -504,7 +494,6 @@ class Cost:
         return f"{table(('', 'dense', 'sparse', 'share'), rows)}\n\n{note}"
 
 
-@torch.no_grad()
 def cost(model: nn.Module, *args: Any, dense_every: int | None = None, **kwargs: Any) -> Cost:
     """The cost of a sparse model on one batch, ``model(*args, **kwargs)``, which is run once.
 
@@ -517,13 +506,8 @@ def cost(model: nn.Module, *args: Any, dense_every: int | None = None, **kwargs:
     """
     model = unwrapped(model)
     sparse_weights = [weight for weight in find_weights(model) if weight.is_sparse]
-    fast = torch.backends.mha.get_fastpath_enabled()
-    try:
-        torch.backends.mha.set_fastpath_enabled(False)  # one operator with all products of attention in it
-        with in_eval_mode(model), Products(sparse_weights) as products:
-            model(*args, **kwargs)
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
+    with counting(model, sparse_weights) as products:
+        model(*args, **kwargs)
     pruned, plain_bytes, csr_bytes = 0, 0, 0
     for weight in sparse_weights:
         mask, size = weight.mask, weight.parameter.element_size()
@@ -542,6 +526,18 @@ def cost(model: nn.Module, *args: Any, dense_every: int | None = None, **kwargs:
         Numbers(weights - pruned, sparse, step, csr_bytes),
         (*sorted(products.uncounted), *unseen),
     )
+
+
+@contextmanager
+def counting(model: nn.Module, weights: Iterable[Weight]) -> Iterator["Products"]:
+    """The products of the model's calls within. Not in use is an operator of torch that holds all those of a block."""
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with calibrating(model), Products(weights) as products:
+            yield products
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
 
 
 class Products(TorchDispatchMode):

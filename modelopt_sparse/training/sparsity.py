@@ -100,7 +100,7 @@ class Sparsity(ABC):
         """
         if isinstance(model_or_optimizer, nn.Module):
             self._apply_to_model(model_or_optimizer)
-        elif isinstance(model_or_optimizer, (str, bytes)) or not hasattr(model_or_optimizer, "step"):
+        elif not hasattr(model_or_optimizer, "step"):
             raise TypeError(f"apply takes a model or an optimizer, and this is {type(model_or_optimizer).__name__}")
         else:
             self._apply_to_optimizer(model_or_optimizer)

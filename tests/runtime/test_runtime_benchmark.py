@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 import modelopt_sparse as mts
 from tests.helpers import ROOT
-from tests.runtime.unpacking import Unpacking, installed, packed_by
+from tests.runtime.unpacking import packed_by
 
 SCRIPT = "examples/benchmarks/semi_structured.py"
 SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4}
@@ -30,11 +30,6 @@ def bench(monkeypatch) -> Any:
     spec.loader.exec_module(module)
     monkeypatch.setattr(module, "SHAPES", {"good": (32, 128), "odd": (16, 128)})
     return module
-
-
-@pytest.fixture
-def backend(monkeypatch) -> Unpacking:
-    return installed(monkeypatch)
 
 
 def clock(calls) -> float:
@@ -74,7 +69,7 @@ def test_wrong_arguments_are_refused(bench, capsys):
     assert (given.tokens[0], given.tokens[-1], given.layers) == (1, 16384, 32)
 
 
-def test_layers_have_a_row_for_each_count_or_the_reason(bench, backend):
+def test_layers_have_a_row_for_each_count_or_the_reason(bench, backend, blas):
     found = results_of(bench, backend, "--layers", "0")
     assert found["model"] is None
     rows = [(row["layer"], row.get("tokens"), row.get("speedup")) for row in found["layers"]]
@@ -88,7 +83,7 @@ def test_layers_have_a_row_for_each_count_or_the_reason(bench, backend):
     assert f"torch {torch.__version__}" in lines[-2]
 
 
-def test_the_model_is_timed_in_every_way(bench, backend):
+def test_the_model_is_timed_in_every_way(bench, backend, blas):
     """A way that fails is a column without figures, and the others stand."""
     found = results_of(bench, backend, "--layers", "1")["model"]
     assert list(found) == ["dense", "2:4", "2:4 where faster"]

@@ -50,7 +50,7 @@ def place_for(backend: backends.Backend, timer=None) -> Place:
     def not_to_be_timed(calls):
         raise AssertionError("nothing was to be timed")
 
-    return Place(CPU, backend, "a CPU", timer or not_to_be_timed, 0, ("cublas",))
+    return Place(CPU, backend, "a CPU", timer or not_to_be_timed, 0)
 
 
 def packed_by(backend, model: nn.Module, timer=None, **options) -> Any:

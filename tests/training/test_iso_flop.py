@@ -206,6 +206,7 @@ SEVENTHS = {"member": "doped", "rule": lambda level: training.Static(level, bala
         (tiny_llama, 1.0, {}, r"sparsity=1.0: must be a number in \[0, 1\)"),
         (tiny_llama, 0.5, {"member": "wider"}, "allowed are 'wide', 'parallel', 'factorized', 'doped'"),
         (tiny_llama, 0.5, {"iso": "flops"}, "allowed are 'layers', 'model'"),
+        (lambda: nn.Linear(4, 4), 0.5, {"multiple": 0, "example": torch.zeros(1, 4)}, "multiple=0: must be a positive"),
         (tiny_llama, 0.6, {"member": "parallel"}, r"levels that work are 0.5 and 0.666667"),
         (tiny_llama, 0.5, {"member": "doped", "include": "*.nothing"}, "matches no layer"),
         (tiny_llama, 0.5, {"include": "*.mlp.*"}, "Sparse Wide widens the whole model"),
@@ -241,7 +242,6 @@ LISTED = {"hidden_size": 64, "num_attention_heads": 4, "max_position_embeddings"
         (LlamaConfig(), (2.0,), "the sizes of 'lama' are not known, did you mean 'llama'"),
         (GPT2Config(n_embd=100, n_head=12), (2**0.5,), r"n_embd=100 is no multiple of n_head=12, as 108 would be"),
         (Phi3Config(**LISTED), (2**0.5,), r"holds a list, which does not fit heads of \d+: choose another member"),
-        (GPT2Config(), (2**0.5, 0), "multiple=0: must be a positive whole number"),
     ],
 )
 def test_sizes_that_no_level_fits_are_refused(config, how, match):

@@ -7,11 +7,10 @@ from typing import Any
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from modelopt_sparse.checks import check_choice, check_number, grouped
+from modelopt_sparse.checks import check_choice, check_number, check_whole, grouped
 from modelopt_sparse.model.hf import built, model_class
 from modelopt_sparse.reports.text import Column, Printed, by_reason, first_few, paragraph, rows_of, table
 from modelopt_sparse.reports.values import Skipped
-from modelopt_sparse.run import calibrating
 from modelopt_sparse.training.algorithms import Group, SparsityAlgorithm, Static
 from modelopt_sparse.training.iso_flop.members import (
     Activation,
@@ -24,14 +23,16 @@ from modelopt_sparse.training.iso_flop.members import (
 )
 from modelopt_sparse.training.planner import (
     BLOCKS,
-    Products,
     Weight,
+    counting,
     find_weights,
+    levels_at,
     parse_filter,
+    plan_training,
     reasons,
-    zeros_by_name,
 )
 from modelopt_sparse.training.sparsity import Sparsity
+from modelopt_sparse.training.updates import Constant
 
 MEMBERS = ("wide", "parallel", "factorized", "doped")
 ISO = ("layers", "model")
@@ -109,13 +110,8 @@ class IsoPlan(Printed):
 
     def as_dict(self) -> dict[str, Any]:
         """The plan in plain values that JSON takes."""
-        return {
-            **asdict(self),
-            "live_parameters": self.live_parameters,
-            "ratio": self.ratio,
-            "model_ratio": self.model_ratio,
-            "flops": self.flops,
-        }
+        derived = ("live_parameters", "ratio", "model_ratio", "flops")
+        return {**asdict(self), **{name: getattr(self, name) for name in derived}}
 
     def text(self, *, all_rows: bool = False) -> str:
         """What ``print`` shows: equal rows folded, 100 columns. ``all_rows``: a line for each, as wide as it is."""
@@ -206,6 +202,7 @@ def sparse_ift(
     check_number("sparsity", sparsity, "[0, 1)")
     check_choice("member", member, MEMBERS)
     check_choice("iso", iso, ISO)
+    check_whole("multiple", multiple)
     level, model = float(sparsity), model_or_config
     if member == "wide":
         if include is not None:
@@ -242,7 +239,9 @@ def _with_rule(
     group, levels = Group(), {name: layer.level for layer in plan.layers for name in sparse[layer.name]}
     for level, names in names_by_level(levels).items():
         group.add(names, rule(level))
-    zeros = zeros_by_name(model, group.members(), levels) if len(group) else {}
+    chosen = plan_training(model, group.members())[1] if len(group) else []
+    levels |= levels_at(0, [weight for weight in chosen if isinstance(weight.algorithm.sparsity, Constant)])
+    zeros = {weight.name: weight.zeros_at(levels[weight.name]) for weight in chosen}
     layers = [
         replace(layer, live=layer.new_weights - sum(zeros.get(name, 0) for name in sparse[layer.name]))
         for layer in plan.layers
@@ -370,7 +369,7 @@ def _plan(
     unit = None if any(isinstance(module, Convolution) for module in model.modules()) else "a token"
     if example is not None:
         unit = "the example"
-        with calibrating(model), Products(before) as products:
+        with counting(model, before) as products:
             call(model, example)
         uses = {name: products.flops[name] / 2 / max(1, size) for name, size in sizes.items()}
     rest = [weight for weight in after if why[weight.name]]
