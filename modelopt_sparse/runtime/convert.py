@@ -18,7 +18,7 @@ from modelopt_sparse.model.forwards import has_own_forward
 from modelopt_sparse.model.masking import named_masks
 from modelopt_sparse.plan.options import check_globs, first_match
 from modelopt_sparse.reports.report import library_versions
-from modelopt_sparse.reports.text import Printed, by_reason, first_few, refuse_unknown, table
+from modelopt_sparse.reports.text import Printed, by_reason, first_few, product_of, refuse_unknown, table
 from modelopt_sparse.runtime.kernels import (
     BACKENDS,
     DTYPES,
@@ -189,7 +189,7 @@ class SpeedReport(Printed):
 
 def _row(layer: LayerSpeed, counts: list[int]) -> tuple[str, ...]:
     timed = {timing.tokens: timing for timing in layer.timings}
-    cells = [layer.name, " x ".join(map(str, layer.shape)), layer.runs]
+    cells = [layer.name, product_of(layer.shape), layer.runs]
     cells.append(f"{_mib(layer.dense_bytes)} -> {_mib(layer.bytes)}" if layer.runs != DENSE else _mib(layer.bytes))
     for count in counts:
         timing = timed.get(count)
@@ -310,7 +310,7 @@ def _weights(model: nn.Module, settings: Settings, place_of: PlaceOf) -> Iterato
     for layer in layers:
         tied = "tied: another module holds the same weight" if layer.tied_modules else ""
         reason = _not_wanted(layer.name, settings) or tied or uncalled.get(layer.owner)
-        reason = reason or _not_eligible(layer.owner, layer.parameter, settings, place_of)
+        reason = reason or _not_eligible(layer.owner, layer.parameter, place_of)
         yield layer.owner, _dense(layer.name, layer.parameter, reason)
     for dense in others:
         if not isinstance(dense.module, SemiStructuredLinear):
@@ -341,7 +341,7 @@ def _read_without_a_call(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
             yield from ((child, why) for name, child in module.named_children() if name == "dt_proj")
 
 
-def _not_eligible(module: Any, weight: nn.Parameter, settings: Settings, place_of: PlaceOf) -> str:
+def _not_eligible(module: Any, weight: nn.Parameter, place_of: PlaceOf) -> str:
     """Why a layer's weight stays dense, or "". Cheap checks come first, the look at every weight last."""
     if type(module) is not nn.Linear:
         return f"a {type(module).__name__}, not a plain nn.Linear"

@@ -43,7 +43,7 @@ from modelopt_sparse.model.masking import (
 from modelopt_sparse.plan.options import SparsifyConfig, check_globs, first_match
 from modelopt_sparse.plan.planner import plan_for
 from modelopt_sparse.reports.report import attached_report
-from modelopt_sparse.reports.text import Column, Printed, by_reason, first_few, paragraph, rows_of, table
+from modelopt_sparse.reports.text import Column, Printed, by_reason, first_few, paragraph, product_of, rows_of, table
 from modelopt_sparse.reports.values import REPLACED, Skipped
 from modelopt_sparse.run import calibrating
 from modelopt_sparse.training.updates import AtSteps, EveryFew
@@ -58,7 +58,7 @@ STILL = "its mask does not move: no optimizer trains it"
 
 
 @dataclass(eq=False)
-class Weight:
+class SparseParameter:
     """One parameter of a model. The model holds its values, its mask and its gradient.
 
     holders: every module that holds it, by the name that it has there in ``model``; ``name`` is the first.
@@ -170,7 +170,7 @@ class Weight:
                 rows[i] = replace(row, **self.counted(), notes=notes + [STILL] * self.still)
 
 
-def find_weights(model: nn.Module) -> list[Weight]:
+def find_weights(model: nn.Module) -> list[SparseParameter]:
     """Every parameter of a model once, in model order."""
     layers = {layer.parameter_name: layer for layer in find_layers(model)[0]}
     holders: dict[int, dict[str, nn.Module]] = {}
@@ -178,7 +178,7 @@ def find_weights(model: nn.Module) -> list[Weight]:
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             holders.setdefault(id(parameter), {})[full_name(path, name)] = module
     names = {next(iter(held)): held for held in holders.values()}
-    return [Weight(model, held, layers.get(name) or as_row(model, name)) for name, held in names.items()]
+    return [SparseParameter(model, held, layers.get(name) or as_row(model, name)) for name, held in names.items()]
 
 
 # filters --------------------------------------------------------------------------------------------------------------
@@ -206,6 +206,9 @@ class Filter:
         return not self.globs or first_match(name, self.globs) is not None
 
 
+Members = Sequence[tuple[Filter, Any]]  # (filter, algorithm for what it takes); None leaves it dense
+
+
 def parse_filter(include: Any) -> Filter:
     """None (every parameter), "default", "blocks", a glob or several of parameter names, or compiled regular
     expressions -> a filter. Raises ValueError for anything else."""
@@ -223,7 +226,7 @@ def parse_filter(include: Any) -> Filter:
     raise ValueError(f"include={shown(include)}: give {allowed}")
 
 
-def reasons(model: nn.Module, weights: Sequence[Weight], choice: str) -> dict[str, str]:
+def reasons(model: nn.Module, weights: Sequence[SparseParameter], choice: str) -> dict[str, str]:
     """Why parameters of a model stay dense under a choice, by name; "" for those that it takes.
 
     "default" takes no weights of one dimension, none with "embedding", "norm" or "lm_head" in its name, as in the
@@ -244,7 +247,7 @@ def reasons(model: nn.Module, weights: Sequence[Weight], choice: str) -> dict[st
     }
 
 
-def _reason(weight: Weight, protected: Mapping[nn.Module, str], no_layer: Mapping[str, str]) -> str:
+def _reason(weight: SparseParameter, protected: Mapping[nn.Module, str], no_layer: Mapping[str, str]) -> str:
     if len(weight.shape) < 2:
         return "one dimension"
     if any(isinstance(module, nn.Embedding) for module in weight.holders.values()):
@@ -261,7 +264,7 @@ def _reason(weight: Weight, protected: Mapping[nn.Module, str], no_layer: Mappin
 
 
 @dataclass(frozen=True)
-class Row:
+class PlannedParameter:
     """One parameter that an algorithm makes sparse.
 
     zeros: how many of its ``size`` weights are pruned when the algorithm is applied to the model.
@@ -286,7 +289,7 @@ class TrainingPlan(Printed):
     notes: what is worth a warning.
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[PlannedParameter, ...]
     skipped: tuple[Skipped, ...]
     notes: tuple[str, ...] = ()
 
@@ -297,7 +300,7 @@ class TrainingPlan(Printed):
         zeros, size = sum(row.zeros for row in self.rows), sum(row.size for row in self.rows)
         columns = [
             Column("type", [row.type for row in self.rows]),
-            Column("shape", [" x ".join(map(str, row.shape)) for row in self.rows]),
+            Column("shape", [product_of(row.shape) for row in self.rows]),
             Column("algorithm", [row.algorithm for row in self.rows]),
             Column("level", [row.schedule for row in self.rows], "levels"),
             Column("counted per", [row.scope for row in self.rows]),
@@ -312,10 +315,10 @@ class TrainingPlan(Printed):
         return "\n\n".join(part for part in parts if part)
 
 
-def plan_training(model: nn.Module, members: Sequence[tuple[Filter, Any]]) -> tuple[TrainingPlan, list[Weight]]:
+def plan_training(model: nn.Module, members: Members) -> tuple[TrainingPlan, list[SparseParameter]]:
     """(the plan, the weights that become sparse, with their algorithms). Raises ValueError for what could not work.
 
-    members: (filter, algorithm for what it takes). None leaves it dense. The first that takes a parameter counts.
+    members: the first that takes a parameter counts.
     """
     weights = find_weights(model)
     names = [weight.name for weight in weights]
@@ -343,7 +346,7 @@ def plan_training(model: nn.Module, members: Sequence[tuple[Filter, Any]]) -> tu
     return TrainingPlan(rows, tuple(skipped), _notes(model, chosen, members, by_choice[DEFAULT])), chosen
 
 
-def _decide(weight: Weight, members: Sequence[tuple[Filter, Any]], by_choice: Mapping[str, dict[str, str]]) -> Any:
+def _decide(weight: SparseParameter, members: Members, by_choice: Mapping[str, dict[str, str]]) -> Any:
     """A parameter's algorithm; or, as a string, why it stays dense."""
     if getattr(weight.parameter, "requires_dense", False):
         return "requires_dense"
@@ -363,7 +366,7 @@ def _decide(weight: Weight, members: Sequence[tuple[Filter, Any]], by_choice: Ma
     return why
 
 
-def _misfit(weight: Weight, algorithm: Any) -> str | None:
+def _misfit(weight: SparseParameter, algorithm: Any) -> str | None:
     """Why an algorithm cannot take a parameter. Raises ValueError for what is a mistake."""
     parameter, pattern, scope = weight.parameter, algorithm.pattern, algorithm.scope
     if not parameter.is_floating_point() or holds_codes(parameter):
@@ -391,7 +394,7 @@ def _misfit(weight: Weight, algorithm: Any) -> str | None:
     return None
 
 
-def levels_at(step: int, weights: Collection[Weight]) -> dict[str, float]:
+def levels_at(step: int, weights: Collection[SparseParameter]) -> dict[str, float]:
     """The level of each sparse parameter at a step, by name."""
     levels: dict[str, float] = {}
     for algorithm, members in grouped(weights, lambda weight: weight.algorithm).items():
@@ -403,16 +406,16 @@ def levels_at(step: int, weights: Collection[Weight]) -> dict[str, float]:
     return levels
 
 
-def _row(weight: Weight, level: float) -> Row:
+def _row(weight: SparseParameter, level: float) -> PlannedParameter:
     algorithm, pattern, options = weight.algorithm, weight.algorithm.pattern, weight.algorithm.describe()
     schedule = str(getattr(algorithm.sparsity, "value", options["sparsity"]))
     scope = str(algorithm.scope) if pattern is None else f"{pattern}, {algorithm.scope}"
     zeros, size = weight.zeros_at(level), weight.parameter.numel()
-    return Row(weight.name, weight.type, weight.shape, options["algorithm"], schedule, scope, zeros, size)
+    return PlannedParameter(weight.name, weight.type, weight.shape, options["algorithm"], schedule, scope, zeros, size)
 
 
 def _notes(
-    model: nn.Module, chosen: Sequence[Weight], members: Sequence[tuple[Filter, Any]], default: Mapping[str, str]
+    model: nn.Module, chosen: Sequence[SparseParameter], members: Members, default: Mapping[str, str]
 ) -> tuple[str, ...]:
     """Sentences that are worth a warning."""
     notes = []
@@ -443,7 +446,7 @@ def _notes(
     return tuple(notes)
 
 
-def _prunes_live_weights_by_chance(weight: Weight) -> bool:
+def _prunes_live_weights_by_chance(weight: SparseParameter) -> bool:
     """Whether a tenth or more of a weight without a mask is zero, and where its zeros are does not count."""
     algorithm, values = weight.algorithm, weight.layer.values
     by_magnitude = algorithm.pattern is not None and algorithm.magnitude_first
@@ -529,7 +532,7 @@ def cost(model: nn.Module, *args: Any, dense_every: int | None = None, **kwargs:
 
 
 @contextmanager
-def counting(model: nn.Module, weights: Iterable[Weight]) -> Iterator["Products"]:
+def counting(model: nn.Module, weights: Iterable[SparseParameter]) -> Iterator["Products"]:
     """The products of the model's calls within. Not in use is an operator of torch that holds all those of a block."""
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
@@ -549,7 +552,7 @@ class Products(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, weights: Iterable[Weight]) -> None:
+    def __init__(self, weights: Iterable[SparseParameter]) -> None:
         super().__init__()
         self.weights = {weight.parameter.untyped_storage()._cdata: weight for weight in weights}
         self.dense, self.sparse = 0, 0.0
@@ -578,7 +581,7 @@ class Products(TorchDispatchMode):
         return out
 
 
-def _live_share(weight: Weight, read: Tensor) -> float:
+def _live_share(weight: SparseParameter, read: Tensor) -> float:
     """The live share of a view of a weight: of one expert, or of attention's queries."""
     values = weight.parameter.detach()
     mask = torch.empty_like(values, dtype=torch.bool).copy_(weight.mask)  # strides of the weight
