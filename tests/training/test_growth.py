@@ -14,6 +14,7 @@ import modelopt_sparse as mts
 from modelopt_sparse import training
 from modelopt_sparse.model.masking import SparseModule, named_masks
 from tests.helpers import assert_bits, tiny_llama
+from tests.training.cases import applied
 
 
 class Mlp(nn.Module):
@@ -52,12 +53,9 @@ def test_another_algorithm_beside_rigl_changes_nothing(order):
     both = [rigl, training.Static(0.5, include=["2.weight"])]
     both = both if order == "rigl first" else both[::-1]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    for each in (*both, optimizer):
-        if each is not optimizer:
-            each.apply(model)
-    for each in both:
-        each.apply(optimizer)
-    changes = 0
+    for thing in (model, optimizer):
+        for each in both:
+            each.apply(thing)
     for number in range(10):
         before = model[0].weight_mask.clone()
         optimizer.zero_grad()
@@ -70,16 +68,13 @@ def test_another_algorithm_beside_rigl_changes_nothing(order):
         optimizer.step()
         grown = model[0].weight_mask & ~before
         if number % 2:
-            changes += 1
             # what was dropped in the same step may grow again, and then does not show
             score = dense[0].weight.grad.abs().masked_fill(before, 0)
             assert torch.equal(
                 score.flatten().topk(int(grown.sum())).indices.sort().values, grown.flatten().nonzero()[:, 0]
             )
         assert bool(grown.any()) == bool(number % 2)
-    assert changes == 5
-    report = mts.report(model)
-    assert {layer.recipe: layer.zeros for layer in report.layers} == {"rigl": 240, "static": 100}
+    assert {layer.recipe: layer.zeros for layer in mts.report(model).layers} == {"rigl": 240, "static": 100}
 
 
 @pytest.mark.parametrize("algorithm", MOVING)
@@ -132,10 +127,9 @@ def test_without_an_optimizer_the_second_forward_warns():
         model(x)
     static = Mlp()
     training.Static(0.5, include="*weight").apply(static)
-    applied, sparsity = Mlp(), training.SET(0.5, include="*weight", scope="matrix")
-    sparsity.apply(applied)
-    sparsity.apply(torch.optim.SGD(applied.parameters()))
-    for quiet in (static, applied, model):
+    trained = Mlp()
+    applied(training.SET(0.5, include="*weight", scope="matrix"), trained)
+    for quiet in (static, trained, model):
         for _ in range(3):
             quiet(x)
 
@@ -145,8 +139,7 @@ def test_dense_training_follows_sparse_training(how):
     """Guide: sparse pre-training, then dense training with the same optimizer."""
     model = Mlp()
     sparsity = training.RigL(0.5, update=1, include="*weight", scope="matrix")
-    sparsity.apply(model)
-    optimizer = sparsity.apply(torch.optim.AdamW(model.parameters(), lr=1e-3))
+    optimizer = applied(sparsity, model, torch.optim.AdamW, lr=1e-3)
     for number in range(3):
         step(model, optimizer, seed=number)
     moments = copy.deepcopy(optimizer.state_dict()["state"])
@@ -231,19 +224,19 @@ def test_warnings_of_schedules_that_do_nothing_or_too_much():
         never.apply(model)
     linear = training.GMP({"type": "linear", "init": 0.5, "slope": 0.3}, include="*weight", update=1)
     model = Mlp()
-    linear.apply(model)
-    optimizer = linear.apply(torch.optim.SGD(model.parameters(), lr=0.1))
+    optimizer = applied(linear, model)
     step(model, optimizer)
     with pytest.warns(UserWarning, match="the level is 1, where no weight is left"):
         step(model, optimizer)
 
 
 def test_how_algorithms_and_their_levels_are_printed():
-    sparsity = training.RigL(0.9, update=100, scope="row", include="blocks")
-    group = training.Group({"*.mlp.*": training.SET(0.9), "*": training.Static(0.5)})
-    for each in (sparsity, group):
-        assert "\n" not in repr(each)
-        assert "0.9" in repr(each)
+    text = "Static(sparsity=Constant(value=0.9), scope=row, init_method=random, distribution=uniform, include="
+    algorithm = training.Static(0.9, scope="row")
+    assert repr(algorithm) == f"{text}every parameter, seed=0)"
+    assert (
+        repr(training.Group({"*.mlp.*": algorithm, "blocks": None})) == f"Group('*.mlp.*': {algorithm}, blocks: None)"
+    )
     model = nn.Linear(192, 8)
     training.Static(0.9, include="weight", scope="row").apply(model)
     assert mts.report(model).layers[0].pattern == "90% per row"
@@ -251,11 +244,8 @@ def test_how_algorithms_and_their_levels_are_printed():
 
 
 def test_sparse_ift_prints_few_lines():
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
-    ift = training.sparse_ift(model, 0.5, "parallel", example=torch.randn(2, 8))
-    assert len(repr(ift).splitlines()) <= 20
-    assert len(repr(training.sparse_ift(tiny_llama(), 0.5).sparsity)) < 400
+    """Its plan has a golden text in tests/reports."""
+    assert len(repr(training.sparse_ift(tiny_llama(), 0.5))) < 500
 
 
 def test_nan_for_pruned_weights_names_finalize():

@@ -107,6 +107,12 @@ def test_members_compute_their_formula_at_the_same_flops(layer, shape, level):
         assert all(("sparse" in name) or member != "doped" for name in masks)
 
 
+def test_an_example_is_counted_where_torch_has_one_operator_for_a_whole_block():
+    model = Around(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)).eval()
+    ift = training.sparse_ift(model, 0.5, "doped", include="middle.linear1", example=torch.randn(2, 5, 16))
+    assert [layer.uses for layer in ift.plan.layers] == [10], "as often as there are tokens"
+
+
 @pytest.mark.parametrize("member", ["parallel", "factorized", "doped"])
 def test_level_zero_is_the_dense_layer(member):
     torch.manual_seed(0)
