@@ -74,14 +74,13 @@ def train(model, optimizers, steps, start=0):
         assert_zero_at_rest(model, optimizers, before)
 
 
-def made_sparse(build, include, kind="adamw"):
+def made_sparse(sparsity, kind="adamw"):
     model = Zoo()
-    sparsity = build(include)
     sparsity.apply(model)
     optimizers = OPTIMIZERS[kind](model)
     for optimizer in optimizers:
         sparsity.apply(optimizer)
-    return model, sparsity, optimizers
+    return model, optimizers
 
 
 # counts, zeros, reruns ----------------------------------------------------------------------------------------------
@@ -90,7 +89,8 @@ def made_sparse(build, include, kind="adamw"):
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
 def test_contract(recipe):
     include = LAYERS if recipe.scope == "out groups" or recipe.pattern else [*LAYERS, *OTHERS]
-    model, sparsity, optimizers = made_sparse(recipe.build, include)
+    sparsity = recipe.build(include=include)
+    model, optimizers = made_sparse(sparsity)
     before = masks_of(model)
     train(model, optimizers, 7)
     middle = copy.deepcopy(model.state_dict())
@@ -113,7 +113,7 @@ def test_contract(recipe):
     zeros = {layer.parameter: layer.zeros for layer in mts.report(model).layers}
     assert zeros == {name: int((~sparse.mask).sum()) for name, sparse in sparsity.sparse_params.items()}
 
-    again, _, others = made_sparse(recipe.build, include)
+    again, others = made_sparse(recipe.build(include=include))
     train(again, others, 7)
     for name, value in again.state_dict().items():
         assert torch.equal(value, middle[name]), name
@@ -123,8 +123,8 @@ def test_contract(recipe):
 @pytest.mark.parametrize("name", ["set, matrix", "rigl, row", "gmp, 2:4"])
 def test_zeros_hold_in_every_optimizer(kind, name):
     recipe = next(recipe for recipe in RECIPES if recipe.name == name)
-    include = LAYERS if recipe.pattern else [*LAYERS, *OTHERS]
-    model, sparsity, optimizers = made_sparse(recipe.build, include, kind)
+    sparsity = recipe.build(include=LAYERS if recipe.pattern else [*LAYERS, *OTHERS])
+    model, optimizers = made_sparse(sparsity, kind)
     before = masks_of(model)
     train(model, optimizers, 7)
     assert sparsity.step == 7
@@ -174,9 +174,8 @@ def test_rigl_grows_by_the_gradient_of_the_whole_weight():
 
 
 def test_gradients_reach_pruned_places_only_on_the_step_before_an_update():
-    model, sparsity, (optimizer,) = made_sparse(
-        lambda include: training.RigL(0.75, include=include, update=3), ["linear.weight", "conv.weight"]
-    )
+    sparsity = training.RigL(0.75, include=["linear.weight", "conv.weight"], update=3)
+    model, (optimizer,) = made_sparse(sparsity)
     faint = []
     for step in range(6):
         optimizer.zero_grad()
@@ -211,9 +210,7 @@ def test_without_drops_rigl_trains_as_static_does_to_the_bit():
 
 
 def test_an_expert_without_tokens_keeps_its_mask():
-    model, _, (optimizer,) = made_sparse(
-        lambda include: training.RigL(0.5, include=include, update=1), ["experts.experts.gate_up_proj"]
-    )
+    model, (optimizer,) = made_sparse(training.RigL(0.5, include="experts.experts.gate_up_proj", update=1))
     with torch.no_grad():
         model.experts.gate.weight.copy_(torch.tensor([[1.0], [1.0], [-1.0]]).expand(3, 8))
         model.embed.weight.abs_()
@@ -232,9 +229,8 @@ def test_an_expert_without_tokens_keeps_its_mask():
 
 def test_weights_that_their_parent_reads_grow_by_their_full_gradient():
     """The hook on the Parameter makes it faint, as that of any other weight."""
-    model, sparsity, (optimizer,) = made_sparse(
-        lambda include: training.RigL(0.5, include=include, drop_fraction=0.5, update=1), ["read.weight"]
-    )
+    sparsity = training.RigL(0.5, include="read.weight", drop_fraction=0.5, update=1)
+    model, (optimizer,) = made_sparse(sparsity)
     sparse = sparsity.sparse_params["read.weight"]
     mask = sparse.mask.clone()
     optimizer.zero_grad()
@@ -358,7 +354,8 @@ def test_requires_dense_on_parameters_modules_and_state():
 
 
 def test_autoupdate_off_leaves_it_to_update():
-    model, sparsity, (optimizer,) = made_sparse(lambda include: training.RigL(0.5, include=include), ["linear.weight"])
+    sparsity = training.RigL(0.5, include="linear.weight")
+    model, (optimizer,) = made_sparse(sparsity)
     sparsity.autoupdate = False
     mask = model.linear.weight_mask.clone()
     train(model, [optimizer], 3)
@@ -431,9 +428,7 @@ class FewestFirst(training.DynamicSparsityAlgorithm):
 
 def test_an_algorithm_of_ones_own_sees_weights_as_out_by_in():
     """One that sets masks itself is in test_guides.py."""
-    model, _, (optimizer,) = made_sparse(
-        lambda include: FewestFirst(0.5, include=include, update=2), ["linear.weight", "conv1d.weight"]
-    )
+    model, (optimizer,) = made_sparse(FewestFirst(0.5, include=["linear.weight", "conv1d.weight"], update=2))
     train(model, [optimizer], 2)
     assert torch.equal(model.linear.weight_mask, (torch.arange(8) < 4).expand(8, 8))
     assert torch.equal(model.conv1d.weight_mask.mT, (torch.arange(8) < 4).expand(8, 8)), "stored as [in, out]"
@@ -626,7 +621,7 @@ def test_verify_looks_at_masks_of_biases_and_embeddings():
 
 
 def test_deepcopies_train_on_their_own():
-    model, _, (optimizer,) = made_sparse(lambda include: training.RigL(0.5, include=include), ["linear.weight"])
+    model, (optimizer,) = made_sparse(training.RigL(0.5, include="linear.weight"))
     other = copy.deepcopy(model)
     before = other.linear.weight_mask.clone()
     train(model, [optimizer], 2)
