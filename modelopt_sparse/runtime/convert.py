@@ -23,7 +23,6 @@ from modelopt_sparse.runtime.kernels import (
     BACKENDS,
     DTYPES,
     UNTIMED,
-    Choice,
     NotPackable,
     SemiStructuredLinear,
     choose_backend,
@@ -389,7 +388,7 @@ def _convert_layer(
         if lost := [str(timing.tokens) for timing in measured if timing.speedup < settings.min_speedup]:
             slower = f"2:4 is not {settings.min_speedup:g} times as fast at {', '.join(lost)} tokens"
             return replace(dense, reason=slower, timings=tuple(measured))
-    choices = [Choice(timing.tokens, timing.algorithm) for timing in measured]
+    choices = [number for timing in measured for number in (timing.tokens, *timing.algorithm)]
     pack_module(module, packed, place.backend, choices or UNTIMED)
     assert isinstance(module, SemiStructuredLinear)
     negative = int(((weight == 0) & torch.signbit(weight)).sum())

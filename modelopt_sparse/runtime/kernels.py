@@ -273,19 +273,15 @@ def pack(weight: Tensor, backend: Backend) -> tuple[Tensor, Tensor | None]:
 # multiplying ----------------------------------------------------------------------------------------------------------
 
 
-class Choice(NamedTuple):
-    """The algorithm for inputs of at least ``tokens`` rows, and fewer than the next choice has."""
-
-    tokens: int
-    algorithm: Algorithm = DEFAULT
+# Choices of algorithms are four integers each, for an operator takes no tuples: the fewest tokens of inputs that it is
+# for, in rising order, and the numbers of the algorithm.
+UNTIMED = (0, *DEFAULT)
 
 
-UNTIMED = (Choice(0),)
-
-
-def choice_for(tokens: int, choices: Sequence[Choice]) -> Choice:
-    """The last of the choices (sorted by token count) whose count is at most ``tokens``; the first if there is none."""
-    return next((choice for choice in reversed(choices) if choice.tokens <= tokens), choices[0])
+def algorithm_for(tokens: int, choices: Sequence[int]) -> Algorithm:
+    """The last algorithm that is for so many tokens; the first if none is."""
+    begin = max((i for i in range(0, len(choices), 4) if choices[i] <= tokens), default=0)
+    return Algorithm(*choices[begin + 1 : begin + 4])
 
 
 def multiply(
@@ -295,14 +291,14 @@ def multiply(
     bias: Tensor | None,
     rows: int,
     backend: str,
-    choices: Sequence[Choice],
+    choices: Sequence[int],
 ) -> Tensor:
     """x W^T (+ bias) as [T, R] for x [T, C]."""
     tokens, kernels = x.shape[0], BACKENDS[backend]
     if not tokens:
         return x.new_empty(0, rows)
     x = operand(x, kernels.multiples(packed.dtype).tokens)
-    return kernels.multiply(packed, metadata, x, bias, choice_for(tokens, choices).algorithm)[:tokens]
+    return kernels.multiply(packed, metadata, x, bias, algorithm_for(tokens, choices))[:tokens]
 
 
 def operand(x: Tensor, multiple: int) -> Tensor:
@@ -329,9 +325,6 @@ def register_operators() -> None:
     this layer out would be wrong.
     """
 
-    def by_numbers(*operands: Any) -> Tensor:
-        return multiply(*operands[:-1], choices=_choices(operands[-1]))
-
     def no_gradient(gradient: Tensor, shape: Sequence[int]) -> Tensor:
         raise RuntimeError("layers packed 2:4 have no backward pass: call modelopt_sparse.to_dense(model) to train")
 
@@ -344,22 +337,11 @@ def register_operators() -> None:
         x, bias = (None if shape is None else refuse(gradient, shape) for shape in ctx.shapes)
         return x, None, None, bias, None, None, None
 
-    linear = torch.library.custom_op("modelopt_sparse::linear_24", by_numbers, mutates_args=(), schema=LINEAR_SCHEMA)
+    linear = torch.library.custom_op("modelopt_sparse::linear_24", multiply, mutates_args=(), schema=LINEAR_SCHEMA)
     linear.register_fake(lambda x, packed, metadata, bias, rows, backend, choices: x.new_empty(x.shape[0], rows))
     refusal = torch.library.custom_op("modelopt_sparse::no_gradient", no_gradient, mutates_args=())
     refusal.register_fake(lambda gradient, shape: gradient.new_empty(shape))
     linear.register_autograd(backward, setup_context=shapes)
-
-
-def as_numbers(choices: Sequence[Choice]) -> list[int]:
-    """Choices as integers, four for each, because an operator takes no tuples."""
-    return [number for choice in choices for number in (choice.tokens, *choice.algorithm)]
-
-
-def _choices(numbers: Sequence[int]) -> list[Choice]:
-    """The inverse of `as_numbers`."""
-    fours = (numbers[start : start + 4] for start in range(0, len(numbers), 4))
-    return [Choice(tokens, Algorithm(*algorithm)) for tokens, *algorithm in fours]
 
 
 # the layer ------------------------------------------------------------------------------------------------------------
@@ -385,7 +367,7 @@ class SemiStructuredLinear(PackedLayer):
     dtype: torch.dtype  # of inputs, outputs and the weight before packing
     requires_grad_before: bool
     backend: str
-    choices: tuple[Choice, ...]
+    choices: tuple[int, ...]
     record: Any  # the layer's entry in the report
 
     def forward(self, input: Tensor) -> Tensor:
@@ -395,13 +377,10 @@ class SemiStructuredLinear(PackedLayer):
         if x.dtype != self.dtype or x.shape[-1] != self.in_features:
             wanted = f"{self.dtype} inputs of {self.in_features} channels"
             raise ValueError(f"packed for {wanted}, and got {x.dtype} of {x.shape[-1]}: convert the input")
-        tensors = (self.packed, self.metadata, self.bias)
-        flat = x.reshape(-1, self.in_features)
-        if torch.is_grad_enabled() or torch.compiler.is_compiling():
-            opaque = torch.ops.modelopt_sparse.linear_24
-            out = opaque(flat, *tensors, self.out_features, self.backend, as_numbers(self.choices))
-        else:
-            out = multiply(flat, *tensors, self.out_features, self.backend, self.choices)
+        opaque = torch.is_grad_enabled() or torch.compiler.is_compiling()
+        product = torch.ops.modelopt_sparse.linear_24 if opaque else multiply
+        flat, tensors = x.reshape(-1, self.in_features), (self.packed, self.metadata, self.bias)
+        out = product(flat, *tensors, self.out_features, self.backend, self.choices)
         return out.view(*x.shape[:-1], self.out_features)
 
     @property
@@ -460,7 +439,7 @@ def pack_module(
     module: Any,
     packed: tuple[Tensor, Tensor | None],
     backend: Backend,
-    choices: Sequence[Choice] = UNTIMED,
+    choices: Sequence[int] = UNTIMED,
 ) -> None:
     """Turn an nn.Linear, in place, into a `SemiStructuredLinear` of its packed weight; hooks and bias stay.
 

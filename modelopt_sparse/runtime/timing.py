@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from modelopt_sparse.runtime.kernels import Algorithm, Backend, Choice, multiply, operand
+from modelopt_sparse.runtime.kernels import Algorithm, Backend, multiply, operand
 
 Calls = Sequence[Callable[[], Any]]
 Timer = Callable[[Calls], float]  # seconds of one call, the mean over calls that use different memory
@@ -103,7 +103,7 @@ def time_layer(
             probe = operand(x, place.backend.multiples(values.dtype).tokens)
             sparse: dict[Algorithm, float] = {}
             for algorithm in place.backend.search(values, metadata, probe, bias):
-                choices = (Choice(0, algorithm),)
+                choices = (0, *algorithm)
                 product = partial(multiply, rows=len(weight), backend=place.backend.name, choices=choices)
                 sparse[algorithm] = place.timer([partial(product, x, *one, bias) for one in sparse_set])
             library, algorithm = min(dense, key=dense.__getitem__), min(sparse, key=sparse.__getitem__)

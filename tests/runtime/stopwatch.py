@@ -29,7 +29,7 @@ class Stopwatch:
             key = (len(x), str(torch.backends.cuda.preferred_blas_library()))
             self.asked.append(("dense", *key))
             return self.dense[key]
-        algorithm = call.keywords["choices"][0].algorithm
+        algorithm = Algorithm(*call.keywords["choices"][1:])
         self.asked.append(("sparse", len(x), algorithm))
         return self.sparse[len(x), algorithm]
 

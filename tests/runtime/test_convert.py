@@ -16,9 +16,9 @@ import modelopt_sparse as mts
 from modelopt_sparse.checkpoint import save as checkpoint
 from modelopt_sparse.runtime import convert
 from modelopt_sparse.runtime.convert import Settings, loading_place
-from modelopt_sparse.runtime.kernels import Choice, Cutlass, SemiStructuredLinear, as_numbers
+from modelopt_sparse.runtime.kernels import Cutlass, SemiStructuredLinear
 from tests.helpers import ROOT, assert_bits, tiny_llama, token_batches
-from tests.runtime.stopwatch import OTHER, TABLE, Stopwatch, timed_place
+from tests.runtime.stopwatch import TABLE, Stopwatch, timed_place
 from tests.runtime.unpacking import Unpacking, chain, llama, packed_by, place_for, pruned, reasons
 
 
@@ -257,10 +257,6 @@ def test_negative_zeros_are_told(backend):
         model[0].weight[3, 5] = -0.0
     packed_by(backend, model)
     assert mts.semi_structured_report(model).layers[0].notes == ("1 weights were -0.0 and are +0.0 now",)
-
-
-def test_operators_take_choices_as_numbers():
-    assert as_numbers((Choice(8, OTHER), Choice(64))) == [8, 3, 4, 2, 64, 0, 1, -1]
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from modelopt_sparse.runtime import convert
 from modelopt_sparse.runtime import kernels as backends
 from modelopt_sparse.runtime import timing as tune
 from modelopt_sparse.runtime.convert import Settings
-from modelopt_sparse.runtime.kernels import Choice, SemiStructuredLinear, choice_for
+from modelopt_sparse.runtime.kernels import SemiStructuredLinear, algorithm_for
 from modelopt_sparse.runtime.timing import Timing, eager_seconds
 from tests.runtime.stopwatch import FAST, OTHER, TABLE, Stopwatch, timed_place
 from tests.runtime.unpacking import Unpacking, chain, pruned, reasons
@@ -32,9 +32,9 @@ def test_the_rule(backend, blas, speedups, lost):
 
 
 def test_other_counts_go_with_the_named_one_below_them():
-    choices = (Choice(8), Choice(64, FAST), Choice(2048, OTHER))
-    found = {count: choice_for(count, choices).tokens for count in (1, 7, 8, 63, 64, 2047, 2048, 10**6)}
-    assert found == {1: 8, 7: 8, 8: 8, 63: 8, 64: 64, 2047: 64, 2048: 2048, 10**6: 2048}
+    choices = (8, *backends.DEFAULT, 64, *FAST, 2048, *OTHER)
+    for algorithm, counts in ((backends.DEFAULT, (1, 7, 8, 63)), (FAST, (64, 2047)), (OTHER, (2048, 10**6))):
+        assert {algorithm_for(count, choices) for count in counts} == {algorithm}
 
 
 def searching(backend: Unpacking, monkeypatch, found=(backends.DEFAULT, FAST)):
@@ -54,7 +54,7 @@ def test_both_sides_are_searched_and_the_best_of_each_decides(backend, blas, mon
         Timing(1, 10e-6, "cublas", 8e-6, FAST),
         Timing(64, 8e-6, "cublaslt", 5e-6, backends.DEFAULT),
     )
-    assert model[0].choices == (Choice(1, FAST), Choice(64, backends.DEFAULT))
+    assert model[0].choices == (1, *FAST, 64, *backends.DEFAULT)
     backend.calls.clear()
     for tokens in (3, 70):
         model[0](torch.zeros(tokens, 64, dtype=torch.bfloat16))
