@@ -61,7 +61,8 @@ STILL = "its mask does not move: no optimizer trains it"
 class SparseParameter:
     """One parameter of a model. The model holds its values, its mask and its gradient.
 
-    holders: every module that holds it, by the name that it has there in ``model``; ``name`` is the first.
+    name: the first that it has in the model.
+    holders: every module that holds it, by the name that it has there in ``model``.
     layer: how it is seen as a matrix ``[..., R, C]``; a parameter of no prunable layer is one row.
     algorithm: trains it sparse. None: it stays dense.
     optimizers: train it, and hold state to be zeroed with it.
@@ -69,15 +70,12 @@ class SparseParameter:
     """
 
     model: nn.Module
+    name: str
     holders: Mapping[str, nn.Module]
     layer: Layer
     algorithm: Any = None
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
     still: bool = False
-
-    @property
-    def name(self) -> str:
-        return next(iter(self.holders))
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -178,7 +176,7 @@ def find_weights(model: nn.Module) -> list[SparseParameter]:
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             holders.setdefault(id(parameter), {})[full_name(path, name)] = module
     names = {next(iter(held)): held for held in holders.values()}
-    return [SparseParameter(model, held, layers.get(name) or as_row(model, name)) for name, held in names.items()]
+    return [SparseParameter(model, name, held, layers.get(name) or as_row(model, name)) for name, held in names.items()]
 
 
 # filters --------------------------------------------------------------------------------------------------------------
