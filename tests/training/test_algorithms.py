@@ -322,15 +322,8 @@ def test_default_and_blocks_leave_dense_what_they_say():
     assert training.Static(0.3, include="default").plan(nn.Linear(8, 8)).rows[0].name == "weight"
 
 
-def test_model_apply_is_the_same():
-    one, two = Zoo(), Zoo()
-    training.Static(0.5, include=LAYERS).apply(one)
-    assert two.apply(training.Static(0.5, include=LAYERS)) is two
-    for (name, a), (_, b) in zip(one.state_dict().items(), two.state_dict().items(), strict=True):
-        assert torch.equal(a, b), name
-
-
-def test_requires_dense_on_parameters_modules_and_state():
+def test_requires_dense_on_parameters_and_modules():
+    """On state of optimizers: test_guides.py."""
     model = Zoo()
     model.linear.weight.requires_dense = True
     model.conv.requires_dense = True
@@ -340,17 +333,6 @@ def test_requires_dense_on_parameters_modules_and_state():
     assert reasons["conv.weight"] == "requires_dense of its module"
     sparsity.apply(model)
     assert not {"linear.weight", "conv.weight", "conv.bias"} & set(sparsity.sparse_params)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    loss_of(model, batch(0)).backward()
-    optimizer.step()
-    state = optimizer.state[model.read.weight]
-    state["exp_avg_sq"].requires_dense = True
-    for value in (state["exp_avg"], state["exp_avg_sq"]):
-        value.fill_(1.0)
-    sparsity.apply(optimizer)
-    mask = model.read.weight_mask
-    assert not state["exp_avg"][~mask].any()
-    assert state["exp_avg_sq"].all()
 
 
 def test_autoupdate_off_leaves_it_to_update():

@@ -339,17 +339,17 @@ def test_a_compiled_model():
 @pytest.mark.slow
 @pytest.mark.timeout(1500)  # a minute on a quiet machine
 def test_the_teacher_gives_back_more_than_the_text_does(monkeypatch, capsys):
-    """The benchmark with a seventh of its tokens. It leaves 65 % and 76 %, where the full one leaves 45 % and 59 %."""
+    """The benchmark with 1/14 of its tokens. It leaves 71 % and 80 %, where the full one leaves 45 % and 59 %."""
     folder = ROOT / "examples" / "benchmarks"
-    choice = "--start sparsegpt --losses cross-entropy KL --steps 60 --batch 4 --calibration 16 --heldout 6"
+    choice = "--start sparsegpt --losses cross-entropy KL --steps 30 --batch 4 --calibration 8 --heldout 4"
     monkeypatch.syspath_prepend(folder)
     monkeypatch.setattr(sys, "argv", ["distill.py", *choice.split()])
     runpy.run_path(str(folder / "distill.py"), run_name="__main__")
     printed = capsys.readouterr().out
     rows = [[cell.strip() for cell in line.split("|")] for line in printed.splitlines() if "%" in line]
     left = {row[2]: float(row[5].removesuffix("%")) for row in rows}
-    assert left["KL"] <= 70
-    assert left["cross-entropy"] <= 81
+    assert left["KL"] <= 76
+    assert left["cross-entropy"] <= 85
     assert left["KL"] <= left["cross-entropy"] - 6
 
 
