@@ -69,7 +69,7 @@ def test_wrong_arguments_are_refused(bench, capsys):
     assert (given.tokens[0], given.tokens[-1], given.layers) == (1, 16384, 32)
 
 
-def test_layers_have_a_row_for_each_count_or_the_reason(bench, backend, blas):
+def test_layers_have_a_row_for_each_count_or_the_reason(bench, backend):
     found = results_of(bench, backend, "--layers", "0")
     assert found["model"] is None
     rows = [(row["layer"], row.get("tokens"), row.get("speedup")) for row in found["layers"]]
@@ -83,7 +83,7 @@ def test_layers_have_a_row_for_each_count_or_the_reason(bench, backend, blas):
     assert f"torch {torch.__version__}" in lines[-2]
 
 
-def test_the_model_is_timed_in_every_way(bench, backend, blas):
+def test_the_model_is_timed_in_every_way(bench, backend):
     """A way that fails is a column without figures, and the others stand."""
     found = results_of(bench, backend, "--layers", "1")["model"]
     assert list(found) == ["dense", "2:4", "2:4 where faster"]
