@@ -18,7 +18,7 @@ from modelopt_sparse.model.forwards import has_own_forward
 from modelopt_sparse.model.masking import named_masks
 from modelopt_sparse.plan.options import check_globs, first_match
 from modelopt_sparse.reports.report import library_versions
-from modelopt_sparse.reports.text import Printed, by_reason, first_few, refuse_unknown, table
+from modelopt_sparse.reports.text import Printed, by_reason, first_few, product_of, refuse_unknown, table
 from modelopt_sparse.runtime.kernels import (
     BACKENDS,
     DTYPES,
@@ -34,7 +34,7 @@ from modelopt_sparse.runtime.kernels import (
     shape_misfit,
     unpack_module,
 )
-from modelopt_sparse.runtime.timing import Place, Timing, decide, eager_seconds, time_layer
+from modelopt_sparse.runtime.timing import Place, Timing, eager_seconds, time_layer
 
 ATTRIBUTE = "semi_structured_report"  # where a model holds its report
 SPARSE, DENSE = "2:4", "dense"  # values of LayerSpeed.runs
@@ -188,7 +188,7 @@ class SpeedReport(Printed):
 
 def _row(layer: LayerSpeed, counts: list[int]) -> tuple[str, ...]:
     timed = {timing.tokens: timing for timing in layer.timings}
-    cells = [layer.name, " x ".join(map(str, layer.shape)), layer.runs]
+    cells = [layer.name, product_of(layer.shape), layer.runs]
     cells.append(f"{_mib(layer.dense_bytes)} -> {_mib(layer.bytes)}" if layer.runs != DENSE else _mib(layer.bytes))
     for count in counts:
         timing = timed.get(count)
@@ -309,7 +309,7 @@ def _weights(model: nn.Module, settings: Settings, place_of: PlaceOf) -> Iterato
     for layer in layers:
         tied = "tied: another module holds the same weight" if layer.tied_modules else ""
         reason = _not_wanted(layer.name, settings) or tied or uncalled.get(layer.owner)
-        reason = reason or _not_eligible(layer.owner, layer.parameter, settings, place_of)
+        reason = reason or _not_eligible(layer.owner, layer.parameter, place_of)
         yield layer.owner, _dense(layer.name, layer.parameter, reason)
     for dense in others:
         if not isinstance(dense.module, SemiStructuredLinear):
@@ -340,7 +340,7 @@ def _read_without_a_call(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
             yield from ((child, why) for name, child in module.named_children() if name == "dt_proj")
 
 
-def _not_eligible(module: Any, weight: nn.Parameter, settings: Settings, place_of: PlaceOf) -> str:
+def _not_eligible(module: Any, weight: nn.Parameter, place_of: PlaceOf) -> str:
     """Why a layer's weight stays dense, or "". Cheap checks come first, the look at every weight last."""
     if type(module) is not nn.Linear:
         return f"a {type(module).__name__}, not a plain nn.Linear"
@@ -369,7 +369,9 @@ def _convert_layer(
 ) -> LayerSpeed:
     """Pack one layer, or leave it dense -> its entry in the report, ``dense`` if nothing changes.
 
-    The dense weight of a packed layer is freed before the next layer's is read.
+    A layer that is timed is packed if 2:4 is at least ``min_speedup`` times as fast as the faster of the dense
+    libraries at every token count. A count that was not timed runs as the largest timed one below it. The dense weight
+    of a packed layer is freed before the next layer's is read.
     """
     weight = module.get_parameter("weight").detach().to(place.device)
     bias = None if module.bias is None else module.bias.detach().to(place.device)
@@ -378,17 +380,16 @@ def _convert_layer(
     except NotPackable as reason:
         return replace(dense, reason=str(reason))
     measured: list[Timing] = []
-    choices = UNTIMED
     if settings.tune is not None:
         key = place.title, weight.shape, weight.dtype, bias is None
         if key not in timings:
             timings[key] = time_layer(settings.tune, weight, bias, packed, place)
-        measured, choices = timings[key], decide(timings[key], settings.min_speedup)
-        if choices is None:
-            lost = ", ".join(str(timing.tokens) for timing in measured if timing.speedup < settings.min_speedup)
-            slower = f"2:4 is not {settings.min_speedup:g} times as fast at {lost} tokens"
+        measured = timings[key]
+        if lost := [str(timing.tokens) for timing in measured if timing.speedup < settings.min_speedup]:
+            slower = f"2:4 is not {settings.min_speedup:g} times as fast at {', '.join(lost)} tokens"
             return replace(dense, reason=slower, timings=tuple(measured))
-    pack_module(module, packed, place.backend, choices)
+    choices = [number for timing in measured for number in (timing.tokens, *timing.algorithm)]
+    pack_module(module, packed, place.backend, choices or UNTIMED)
     assert isinstance(module, SemiStructuredLinear)
     negative = int(((weight == 0) & torch.signbit(weight)).sum())
     module.record = replace(

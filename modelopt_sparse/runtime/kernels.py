@@ -16,8 +16,7 @@ Shape letters: R rows (out features), C columns (in features), G groups of four 
 import functools
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -105,7 +104,8 @@ class Backend(ABC):
 
     def as_tensor(self, packed: Tensor, metadata: Tensor | None, shape: torch.Size) -> SparseSemiStructuredTensor:
         """The packed weight as torch's own tensor subclass: it has a shape, dtype and device, and a few operations."""
-        with _without_prototype_warning():
+        with warnings.catch_warnings():  # that the API of torch's classes is a prototype
+            warnings.filterwarnings("ignore", "The PyTorch API of SparseSemiStructuredTensor is in prototype stage")
             return self.tensor_class(shape, packed, metadata, None, None, None)
 
 
@@ -124,10 +124,7 @@ class CuSparseLt(Backend):
         return ""
 
     def pack(self, weight):
-        with _without_prototype_warning():
-            packed = self.tensor_class.from_dense(weight).packed
-        assert packed is not None
-        return packed, None
+        return torch._cslt_compress(weight), None
 
     def unpack(self, packed, metadata, columns):
         # the layout is not documented, so the weight is computed as W = (I W^T)^T: every sum has one nonzero term
@@ -219,14 +216,6 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-@contextmanager
-def _without_prototype_warning() -> Iterator[None]:
-    """Hide the warning of torch's classes that their API is a prototype: all uses of it stand in this file."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The PyTorch API of SparseSemiStructuredTensor is in prototype stage")
-        yield
-
-
 def _dotted(capability: tuple[int, int]) -> str:
     return ".".join(map(str, capability))
 
@@ -237,7 +226,7 @@ def _dotted(capability: tuple[int, int]) -> str:
 
 
 class NotPackable(ValueError):
-    """A weight cannot be packed. The text is the reason alone: the caller knows the layer's name."""
+    """A weight does not come back bit for bit. The text is the reason alone: the caller knows the layer's name."""
 
 
 def misfit(weight: Tensor) -> str:
@@ -267,20 +256,13 @@ def shape_misfit(shape: torch.Size, dtype: torch.dtype, backend: Backend) -> str
     return ""
 
 
-def without_negative_zeros(weight: Tensor) -> Tensor:
-    """A contiguous copy in which -0.0 is +0.0."""
-    return weight.masked_fill(weight == 0, 0).contiguous()
-
-
 @torch.no_grad()
 def pack(weight: Tensor, backend: Backend) -> tuple[Tensor, Tensor | None]:
-    """(values, metadata) of a 2:4 weight [R, C].
+    """(values, metadata) of a weight [R, C] in which `misfit` and `shape_misfit` find nothing wrong.
 
-    Raises NotPackable if it is not 2:4, if its shape does not fit, or if it does not unpack bit for bit.
+    Raises NotPackable if it does not unpack bit for bit.
     """
-    if reason := shape_misfit(weight.shape, weight.dtype, backend) or misfit(weight):
-        raise NotPackable(reason)
-    clean = without_negative_zeros(weight.detach())
+    clean = weight.detach().masked_fill(weight == 0, 0).contiguous()  # -0.0 is +0.0 here
     packed, metadata = backend.pack(clean)
     back = backend.unpack(packed, metadata, weight.shape[1])
     if not torch.equal(back.view(torch.uint8), clean.view(torch.uint8)):
@@ -291,19 +273,15 @@ def pack(weight: Tensor, backend: Backend) -> tuple[Tensor, Tensor | None]:
 # multiplying ----------------------------------------------------------------------------------------------------------
 
 
-class Choice(NamedTuple):
-    """The algorithm for inputs of at least ``tokens`` rows, and fewer than the next choice has."""
-
-    tokens: int
-    algorithm: Algorithm = DEFAULT
+# Choices of algorithms are four integers each, for an operator takes no tuples: the fewest tokens of inputs that it is
+# for, in rising order, and the numbers of the algorithm.
+UNTIMED = (0, *DEFAULT)
 
 
-UNTIMED = (Choice(0),)
-
-
-def choice_for(tokens: int, choices: Sequence[Choice]) -> Choice:
-    """The last of the choices (sorted by token count) whose count is at most ``tokens``; the first if there is none."""
-    return next((choice for choice in reversed(choices) if choice.tokens <= tokens), choices[0])
+def algorithm_for(tokens: int, choices: Sequence[int]) -> Algorithm:
+    """The last algorithm that is for so many tokens; the first if none is."""
+    begin = max((i for i in range(0, len(choices), 4) if choices[i] <= tokens), default=0)
+    return Algorithm(*choices[begin + 1 : begin + 4])
 
 
 def multiply(
@@ -313,14 +291,14 @@ def multiply(
     bias: Tensor | None,
     rows: int,
     backend: str,
-    choices: Sequence[Choice],
+    choices: Sequence[int],
 ) -> Tensor:
     """x W^T (+ bias) as [T, R] for x [T, C]."""
     tokens, kernels = x.shape[0], BACKENDS[backend]
     if not tokens:
         return x.new_empty(0, rows)
     x = operand(x, kernels.multiples(packed.dtype).tokens)
-    return kernels.multiply(packed, metadata, x, bias, choice_for(tokens, choices).algorithm)[:tokens]
+    return kernels.multiply(packed, metadata, x, bias, algorithm_for(tokens, choices))[:tokens]
 
 
 def operand(x: Tensor, multiple: int) -> Tensor:
@@ -347,9 +325,6 @@ def register_operators() -> None:
     this layer out would be wrong.
     """
 
-    def by_numbers(*operands: Any) -> Tensor:
-        return multiply(*operands[:-1], choices=_choices(operands[-1]))
-
     def no_gradient(gradient: Tensor, shape: Sequence[int]) -> Tensor:
         raise RuntimeError("layers packed 2:4 have no backward pass: call modelopt_sparse.to_dense(model) to train")
 
@@ -362,22 +337,11 @@ def register_operators() -> None:
         x, bias = (None if shape is None else refuse(gradient, shape) for shape in ctx.shapes)
         return x, None, None, bias, None, None, None
 
-    linear = torch.library.custom_op("modelopt_sparse::linear_24", by_numbers, mutates_args=(), schema=LINEAR_SCHEMA)
+    linear = torch.library.custom_op("modelopt_sparse::linear_24", multiply, mutates_args=(), schema=LINEAR_SCHEMA)
     linear.register_fake(lambda x, packed, metadata, bias, rows, backend, choices: x.new_empty(x.shape[0], rows))
     refusal = torch.library.custom_op("modelopt_sparse::no_gradient", no_gradient, mutates_args=())
     refusal.register_fake(lambda gradient, shape: gradient.new_empty(shape))
     linear.register_autograd(backward, setup_context=shapes)
-
-
-def as_numbers(choices: Sequence[Choice]) -> list[int]:
-    """Choices as integers, four for each, because an operator takes no tuples."""
-    return [number for choice in choices for number in (choice.tokens, *choice.algorithm)]
-
-
-def _choices(numbers: Sequence[int]) -> list[Choice]:
-    """The inverse of `as_numbers`."""
-    fours = (numbers[start : start + 4] for start in range(0, len(numbers), 4))
-    return [Choice(tokens, Algorithm(*algorithm)) for tokens, *algorithm in fours]
 
 
 # the layer ------------------------------------------------------------------------------------------------------------
@@ -403,7 +367,7 @@ class SemiStructuredLinear(PackedLayer):
     dtype: torch.dtype  # of inputs, outputs and the weight before packing
     requires_grad_before: bool
     backend: str
-    choices: tuple[Choice, ...]
+    choices: tuple[int, ...]
     record: Any  # the layer's entry in the report
 
     def forward(self, input: Tensor) -> Tensor:
@@ -413,13 +377,10 @@ class SemiStructuredLinear(PackedLayer):
         if x.dtype != self.dtype or x.shape[-1] != self.in_features:
             wanted = f"{self.dtype} inputs of {self.in_features} channels"
             raise ValueError(f"packed for {wanted}, and got {x.dtype} of {x.shape[-1]}: convert the input")
-        tensors = (self.packed, self.metadata, self.bias)
-        flat = x.reshape(-1, self.in_features)
-        if torch.is_grad_enabled() or torch.compiler.is_compiling():
-            opaque = torch.ops.modelopt_sparse.linear_24
-            out = opaque(flat, *tensors, self.out_features, self.backend, as_numbers(self.choices))
-        else:
-            out = multiply(flat, *tensors, self.out_features, self.backend, self.choices)
+        opaque = torch.is_grad_enabled() or torch.compiler.is_compiling()
+        product = torch.ops.modelopt_sparse.linear_24 if opaque else multiply
+        flat, tensors = x.reshape(-1, self.in_features), (self.packed, self.metadata, self.bias)
+        out = product(flat, *tensors, self.out_features, self.backend, self.choices)
         return out.view(*x.shape[:-1], self.out_features)
 
     @property
@@ -478,7 +439,7 @@ def pack_module(
     module: Any,
     packed: tuple[Tensor, Tensor | None],
     backend: Backend,
-    choices: Sequence[Choice] = UNTIMED,
+    choices: Sequence[int] = UNTIMED,
 ) -> None:
     """Turn an nn.Linear, in place, into a `SemiStructuredLinear` of its packed weight; hooks and bias stay.
 

@@ -1,4 +1,4 @@
-"""Times a layer dense and 2:4 on one device, and decides from the times in which form it runs.
+"""Times a layer dense and 2:4 on one device.
 
 Shape letters: R rows (out features), C columns (in features), T tokens.
 """
@@ -13,13 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from modelopt_sparse.runtime.kernels import (
-    Algorithm,
-    Backend,
-    Choice,
-    multiply,
-    operand,
-)
+from modelopt_sparse.runtime.kernels import Algorithm, Backend, multiply, operand
 
 Calls = Sequence[Callable[[], Any]]
 Timer = Callable[[Calls], float]  # seconds of one call, the mean over calls that use different memory
@@ -45,7 +39,6 @@ class Place:
     title: the device's name, for the report.
     timer: how a layer is timed there.
     cache_bytes: size of the L2 cache.
-    libraries: the libraries that dense products are timed with.
     """
 
     device: torch.device
@@ -53,7 +46,6 @@ class Place:
     title: str
     timer: Timer
     cache_bytes: int
-    libraries: Sequence[str] = BLAS_LIBRARIES
 
 
 # timing a layer -------------------------------------------------------------------------------------------------------
@@ -90,7 +82,7 @@ def time_layer(
     packed: tuple[Tensor, Tensor | None],
     place: Place,
 ) -> list[Timing]:
-    """Time F.linear with the dense weight [R, C] against the packed one, for each token count.
+    """Time F.linear with the dense weight [R, C] against the packed one, for each of the sorted token counts.
 
     One timing multiplies by copies of the weight that together take twice the cache. A single weight would stay in the
     L2 cache and look faster than it is in a model, where other layers come in between.
@@ -100,18 +92,18 @@ def time_layer(
     timings = []
     # timers and graphs use the current device
     with torch.cuda.device(weight.device) if weight.device.type == "cuda" else nullcontext():
-        for count in sorted(tokens):
+        for count in tokens:
             generator = torch.Generator(weight.device).manual_seed(count)
             x = torch.randn(count, weight.shape[1], generator=generator, device=weight.device, dtype=weight.dtype)
             dense: dict[str, float] = {}
-            for library in place.libraries:
+            for library in BLAS_LIBRARIES:
                 with blas_library(library):
                     dense[library] = place.timer([partial(F.linear, x, one, bias) for (one,) in dense_set])
             values, metadata = packed
             probe = operand(x, place.backend.multiples(values.dtype).tokens)
             sparse: dict[Algorithm, float] = {}
             for algorithm in place.backend.search(values, metadata, probe, bias):
-                choices = (Choice(0, algorithm),)
+                choices = (0, *algorithm)
                 product = partial(multiply, rows=len(weight), backend=place.backend.name, choices=choices)
                 sparse[algorithm] = place.timer([partial(product, x, *one, bias) for one in sparse_set])
             library, algorithm = min(dense, key=dense.__getitem__), min(sparse, key=sparse.__getitem__)
@@ -135,15 +127,3 @@ def blas_library(name: str) -> Iterator[None]:
         yield
     finally:
         torch.backends.cuda.preferred_blas_library(before)
-
-
-def decide(timings: Sequence[Timing], min_speedup: float) -> tuple[Choice, ...] | None:
-    """How a layer is to run, by token count; None if it is to stay dense.
-
-    2:4 wins a token count if it is at least ``min_speedup`` times as fast as the faster of the dense libraries. A layer
-    is packed if 2:4 wins at every token count that was timed. A count that was not timed runs as the largest timed one
-    below it.
-    """
-    if any(timing.speedup < min_speedup for timing in timings):
-        return None
-    return tuple(Choice(t.tokens, t.algorithm) for t in sorted(timings, key=lambda timing: timing.tokens))

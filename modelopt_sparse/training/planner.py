@@ -9,7 +9,8 @@ skips them: on CPUs and GPUs the products of a sparse module stay dense.
 
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,11 +20,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 from transformers import PreTrainedModel
 
-from modelopt_sparse.checks import shown
+from modelopt_sparse.checks import grouped, shown
 from modelopt_sparse.distributed import full
 from modelopt_sparse.methods.patterns import Unstructured, count_zeros, level_of
 from modelopt_sparse.methods.scores import Magnitude
-from modelopt_sparse.model.devices import flat_tensors, full_name, in_eval_mode, unwrapped
+from modelopt_sparse.model.devices import flat_tensors, full_name, unwrapped
 from modelopt_sparse.model.experts import RoutedAdapter
 from modelopt_sparse.model.find import find_layers, protected_modules
 from modelopt_sparse.model.forwards import OTHER
@@ -41,10 +42,11 @@ from modelopt_sparse.model.masking import (
 )
 from modelopt_sparse.plan.options import SparsifyConfig, check_globs, first_match
 from modelopt_sparse.plan.planner import plan_for
-from modelopt_sparse.reports.report import attach_report, attached_report
-from modelopt_sparse.reports.text import Column, Printed, by_reason, first_few, paragraph, rows_of, table
+from modelopt_sparse.reports.report import attached_report
+from modelopt_sparse.reports.text import Column, Printed, by_reason, first_few, paragraph, product_of, rows_of, table
 from modelopt_sparse.reports.values import REPLACED, Skipped
-from modelopt_sparse.training.updates import AtSteps, Constant, EveryFew
+from modelopt_sparse.run import calibrating
+from modelopt_sparse.training.updates import AtSteps, EveryFew
 
 BLOCKS, DEFAULT = "blocks", "default"
 DENSE_WORDS = ("embedding", "norm", "lm_head")  # in a parameter's name; those of the Cerebras Model Zoo
@@ -56,10 +58,11 @@ STILL = "its mask does not move: no optimizer trains it"
 
 
 @dataclass(eq=False)
-class Weight:
+class SparseParameter:
     """One parameter of a model. The model holds its values, its mask and its gradient.
 
-    holders: every module that holds it, by the name that it has there in ``model``; ``name`` is the first.
+    name: the first that it has in the model.
+    holders: every module that holds it, by the name that it has there in ``model``.
     layer: how it is seen as a matrix ``[..., R, C]``; a parameter of no prunable layer is one row.
     algorithm: trains it sparse. None: it stays dense.
     optimizers: train it, and hold state to be zeroed with it.
@@ -67,15 +70,12 @@ class Weight:
     """
 
     model: nn.Module
+    name: str
     holders: Mapping[str, nn.Module]
     layer: Layer
     algorithm: Any = None
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
     still: bool = False
-
-    @property
-    def name(self) -> str:
-        return next(iter(self.holders))
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -143,6 +143,15 @@ class Weight:
         for optimizer in self.optimizers:
             zero_state(optimizer, self.parameter, self.mask)
 
+    def zeros_at(self, level: float) -> int:
+        """How many zeros its algorithm gives it at a level (not by "from_zeros" or a function)."""
+        algorithm, pattern, matrix = self.algorithm, self.algorithm.pattern, self.empty_matrix()
+        if pattern is not None and not algorithm.magnitude_first:
+            return pattern.zeros_in(matrix.shape)
+        size = algorithm.scope.within(matrix).shape[-1]
+        reached = level if pattern is None else min(level, pattern.sparsity)
+        return matrix.numel() // size * count_zeros(reached, size)
+
     def counted(self) -> dict[str, Any]:
         """Its zeros, and the pattern that its mask keeps: N:M, or the level that all rows or matrices have."""
         matrix, pattern = self.layer.matrix(self.mask), self.algorithm.pattern
@@ -152,16 +161,14 @@ class Weight:
 
     def write_report(self) -> None:
         """Bring its entry in the model's report up to date."""
-        if (report := attached_report(self.model)) is not None:
-            layers = list(report.layers)
-            for i, layer in enumerate(layers):
-                if layer.parameter == self.name:
-                    notes = [note for note in layer.notes if not note.startswith((STILL, REPLACED))]
-                    layers[i] = replace(layer, **self.counted(), notes=notes + [STILL] * self.still)
-            attach_report(self.model, replace(report, layers=layers))
+        rows = [] if (report := attached_report(self.model)) is None else report.layers
+        for i, row in enumerate(rows):
+            if row.parameter == self.name:
+                notes = [note for note in row.notes if not note.startswith((STILL, REPLACED))]
+                rows[i] = replace(row, **self.counted(), notes=notes + [STILL] * self.still)
 
 
-def find_weights(model: nn.Module) -> list[Weight]:
+def find_weights(model: nn.Module) -> list[SparseParameter]:
     """Every parameter of a model once, in model order."""
     layers = {layer.parameter_name: layer for layer in find_layers(model)[0]}
     holders: dict[int, dict[str, nn.Module]] = {}
@@ -169,7 +176,7 @@ def find_weights(model: nn.Module) -> list[Weight]:
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             holders.setdefault(id(parameter), {})[full_name(path, name)] = module
     names = {next(iter(held)): held for held in holders.values()}
-    return [Weight(model, held, layers.get(name) or as_row(model, name)) for name, held in names.items()]
+    return [SparseParameter(model, name, held, layers.get(name) or as_row(model, name)) for name, held in names.items()]
 
 
 # filters --------------------------------------------------------------------------------------------------------------
@@ -197,6 +204,9 @@ class Filter:
         return not self.globs or first_match(name, self.globs) is not None
 
 
+Members = Sequence[tuple[Filter, Any]]  # (filter, algorithm for what it takes); None leaves it dense
+
+
 def parse_filter(include: Any) -> Filter:
     """None (every parameter), "default", "blocks", a glob or several of parameter names, or compiled regular
     expressions -> a filter. Raises ValueError for anything else."""
@@ -214,17 +224,15 @@ def parse_filter(include: Any) -> Filter:
     raise ValueError(f"include={shown(include)}: give {allowed}")
 
 
-def reasons(model: nn.Module, weights: Sequence[Weight], choice: str) -> dict[str, str]:
+def reasons(model: nn.Module, weights: Sequence[SparseParameter], choice: str) -> dict[str, str]:
     """Why parameters of a model stay dense under a choice, by name; "" for those that it takes.
 
     "default" takes no weights of one dimension, none with "embedding", "norm" or "lm_head" in its name, as in the
     Cerebras Model Zoo, and none that `sparsify` leaves dense for its type or role: embeddings, heads, routers.
     "blocks" takes what `sparsify` prunes, and layers whose forwards do something else with the weight; nothing else.
     """
-    layers, others = find_layers(model)
-    prunable = {module for layer in layers for module in (layer.owner, *layer.hooked_modules)}
-    protected = protected_modules(model, prunable, one_block=False)
-    no_layer = {name: weight.reason for weight in others for name in weight.names}
+    protected = protected_modules(model, (), one_block=False)
+    no_layer = {name: weight.reason for weight in find_layers(model)[1] for name in weight.names}
     default = {weight.name: _reason(weight, protected, no_layer) for weight in weights}
     if choice == DEFAULT:
         return default
@@ -237,11 +245,11 @@ def reasons(model: nn.Module, weights: Sequence[Weight], choice: str) -> dict[st
     }
 
 
-def _reason(weight: Weight, protected: Mapping[nn.Module, str], no_layer: Mapping[str, str]) -> str:
+def _reason(weight: SparseParameter, protected: Mapping[nn.Module, str], no_layer: Mapping[str, str]) -> str:
     if len(weight.shape) < 2:
         return "one dimension"
     if any(isinstance(module, nn.Embedding) for module in weight.holders.values()):
-        return no_layer.get(weight.name) or "embedding"
+        return "embedding"
     if role := next((protected[module] for module in weight.holders.values() if module in protected), ""):
         return role
     if not weight.is_layer and (reason := no_layer.get(weight.name.removesuffix(".weight"))):
@@ -254,7 +262,7 @@ def _reason(weight: Weight, protected: Mapping[nn.Module, str], no_layer: Mappin
 
 
 @dataclass(frozen=True)
-class Row:
+class PlannedParameter:
     """One parameter that an algorithm makes sparse.
 
     zeros: how many of its ``size`` weights are pruned when the algorithm is applied to the model.
@@ -279,7 +287,7 @@ class TrainingPlan(Printed):
     notes: what is worth a warning.
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[PlannedParameter, ...]
     skipped: tuple[Skipped, ...]
     notes: tuple[str, ...] = ()
 
@@ -290,7 +298,7 @@ class TrainingPlan(Printed):
         zeros, size = sum(row.zeros for row in self.rows), sum(row.size for row in self.rows)
         columns = [
             Column("type", [row.type for row in self.rows]),
-            Column("shape", [" x ".join(map(str, row.shape)) for row in self.rows]),
+            Column("shape", [product_of(row.shape) for row in self.rows]),
             Column("algorithm", [row.algorithm for row in self.rows]),
             Column("level", [row.schedule for row in self.rows], "levels"),
             Column("counted per", [row.scope for row in self.rows]),
@@ -305,10 +313,10 @@ class TrainingPlan(Printed):
         return "\n\n".join(part for part in parts if part)
 
 
-def plan_training(model: nn.Module, members: Sequence[tuple[Filter, Any]]) -> tuple[TrainingPlan, list[Weight]]:
+def plan_training(model: nn.Module, members: Members) -> tuple[TrainingPlan, list[SparseParameter]]:
     """(the plan, the weights that become sparse, with their algorithms). Raises ValueError for what could not work.
 
-    members: (filter, algorithm for what it takes). None leaves it dense. The first that takes a parameter counts.
+    members: the first that takes a parameter counts.
     """
     weights = find_weights(model)
     names = [weight.name for weight in weights]
@@ -336,7 +344,7 @@ def plan_training(model: nn.Module, members: Sequence[tuple[Filter, Any]]) -> tu
     return TrainingPlan(rows, tuple(skipped), _notes(model, chosen, members, by_choice[DEFAULT])), chosen
 
 
-def _decide(weight: Weight, members: Sequence[tuple[Filter, Any]], by_choice: Mapping[str, dict[str, str]]) -> Any:
+def _decide(weight: SparseParameter, members: Members, by_choice: Mapping[str, dict[str, str]]) -> Any:
     """A parameter's algorithm; or, as a string, why it stays dense."""
     if getattr(weight.parameter, "requires_dense", False):
         return "requires_dense"
@@ -356,7 +364,7 @@ def _decide(weight: Weight, members: Sequence[tuple[Filter, Any]], by_choice: Ma
     return why
 
 
-def _misfit(weight: Weight, algorithm: Any) -> str | None:
+def _misfit(weight: SparseParameter, algorithm: Any) -> str | None:
     """Why an algorithm cannot take a parameter. Raises ValueError for what is a mistake."""
     parameter, pattern, scope = weight.parameter, algorithm.pattern, algorithm.scope
     if not parameter.is_floating_point() or holds_codes(parameter):
@@ -384,45 +392,28 @@ def _misfit(weight: Weight, algorithm: Any) -> str | None:
     return None
 
 
-def levels_at(step: int, weights: Collection[Weight]) -> dict[str, float]:
+def levels_at(step: int, weights: Collection[SparseParameter]) -> dict[str, float]:
     """The level of each sparse parameter at a step, by name."""
-    shapes: dict[Any, dict[str, tuple[int, ...]]] = {}  # ERK goes by those of the parameters, or of one expert
-    for weight in weights:
-        one = weight.shape[-2:] if isinstance(weight.layer.adapter, RoutedAdapter) else weight.shape
-        shapes.setdefault(weight.algorithm, {})[weight.name] = one
-    levels = [algorithm.levels(by_name, step) for algorithm, by_name in shapes.items()]
-    return {name: level for by_name in levels for name, level in by_name.items()}
+    levels: dict[str, float] = {}
+    for algorithm, members in grouped(weights, lambda weight: weight.algorithm).items():
+        shapes = {
+            weight.name: weight.shape[-2:] if isinstance(weight.layer.adapter, RoutedAdapter) else weight.shape
+            for weight in members
+        }
+        levels |= algorithm.levels(shapes, step)  # ERK goes by shapes, of experts by that of one
+    return levels
 
 
-def zeros_by_name(
-    model: nn.Module, members: Sequence[tuple[Filter, Any]], levels: Mapping[str, float]
-) -> dict[str, int]:
-    """How many zeros the members give each parameter that they take: before training; by a schedule, at ``levels``."""
-    _, chosen = plan_training(model, members)
-    levels = {**levels, **levels_at(0, [x for x in chosen if isinstance(x.algorithm.sparsity, Constant)])}
-    return {weight.name: _zeros(weight, levels[weight.name]) for weight in chosen}
-
-
-def _zeros(weight: Weight, level: float) -> int:
-    """How many zeros its algorithm gives a parameter at a level (not by "from_zeros" or a function)."""
-    algorithm, pattern, matrix = weight.algorithm, weight.algorithm.pattern, weight.empty_matrix()
-    if pattern is not None and not algorithm.magnitude_first:
-        return pattern.zeros_in(matrix.shape)
-    size = algorithm.scope.within(matrix).shape[-1]
-    reached = level if pattern is None else min(level, pattern.sparsity)
-    return matrix.numel() // size * count_zeros(reached, size)
-
-
-def _row(weight: Weight, level: float) -> Row:
+def _row(weight: SparseParameter, level: float) -> PlannedParameter:
     algorithm, pattern, options = weight.algorithm, weight.algorithm.pattern, weight.algorithm.describe()
     schedule = str(getattr(algorithm.sparsity, "value", options["sparsity"]))
     scope = str(algorithm.scope) if pattern is None else f"{pattern}, {algorithm.scope}"
-    zeros, size = _zeros(weight, level), weight.parameter.numel()
-    return Row(weight.name, weight.type, weight.shape, options["algorithm"], schedule, scope, zeros, size)
+    zeros, size = weight.zeros_at(level), weight.parameter.numel()
+    return PlannedParameter(weight.name, weight.type, weight.shape, options["algorithm"], schedule, scope, zeros, size)
 
 
 def _notes(
-    model: nn.Module, chosen: Sequence[Weight], members: Sequence[tuple[Filter, Any]], default: Mapping[str, str]
+    model: nn.Module, chosen: Sequence[SparseParameter], members: Members, default: Mapping[str, str]
 ) -> tuple[str, ...]:
     """Sentences that are worth a warning."""
     notes = []
@@ -453,7 +444,7 @@ def _notes(
     return tuple(notes)
 
 
-def _prunes_live_weights_by_chance(weight: Weight) -> bool:
+def _prunes_live_weights_by_chance(weight: SparseParameter) -> bool:
     """Whether a tenth or more of a weight without a mask is zero, and where its zeros are does not count."""
     algorithm, values = weight.algorithm, weight.layer.values
     by_magnitude = algorithm.pattern is not None and algorithm.magnitude_first
@@ -504,7 +495,6 @@ class Cost:
         return f"{table(('', 'dense', 'sparse', 'share'), rows)}\n\n{note}"
 
 
-@torch.no_grad()
 def cost(model: nn.Module, *args: Any, dense_every: int | None = None, **kwargs: Any) -> Cost:
     """The cost of a sparse model on one batch, ``model(*args, **kwargs)``, which is run once.
 
@@ -517,13 +507,8 @@ def cost(model: nn.Module, *args: Any, dense_every: int | None = None, **kwargs:
     """
     model = unwrapped(model)
     sparse_weights = [weight for weight in find_weights(model) if weight.is_sparse]
-    fast = torch.backends.mha.get_fastpath_enabled()
-    try:
-        torch.backends.mha.set_fastpath_enabled(False)  # one operator with all products of attention in it
-        with in_eval_mode(model), Products(sparse_weights) as products:
-            model(*args, **kwargs)
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
+    with counting(model, sparse_weights) as products:
+        model(*args, **kwargs)
     pruned, plain_bytes, csr_bytes = 0, 0, 0
     for weight in sparse_weights:
         mask, size = weight.mask, weight.parameter.element_size()
@@ -544,6 +529,18 @@ def cost(model: nn.Module, *args: Any, dense_every: int | None = None, **kwargs:
     )
 
 
+@contextmanager
+def counting(model: nn.Module, weights: Iterable[SparseParameter]) -> Iterator["Products"]:
+    """The products of the model's calls within. Not in use is an operator of torch that holds all those of a block."""
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with calibrating(model), Products(weights) as products:
+            yield products
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+
+
 class Products(TorchDispatchMode):
     """Counts FLOPs while a model runs, and whose weights they multiply: a product reads a weight's memory.
 
@@ -553,7 +550,7 @@ class Products(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, weights: Iterable[Weight]) -> None:
+    def __init__(self, weights: Iterable[SparseParameter]) -> None:
         super().__init__()
         self.weights = {weight.parameter.untyped_storage()._cdata: weight for weight in weights}
         self.dense, self.sparse = 0, 0.0
@@ -582,7 +579,7 @@ class Products(TorchDispatchMode):
         return out
 
 
-def _live_share(weight: Weight, read: Tensor) -> float:
+def _live_share(weight: SparseParameter, read: Tensor) -> float:
     """The live share of a view of a weight: of one expert, or of attention's queries."""
     values = weight.parameter.detach()
     mask = torch.empty_like(values, dtype=torch.bool).copy_(weight.mask)  # strides of the weight

@@ -33,7 +33,7 @@ from modelopt_sparse.model.find import model_inside, usable
 from modelopt_sparse.model.masking import SUFFIX, named_masks, pass_pruned_gradients, remove_masks, set_mask
 from modelopt_sparse.reports.report import Report, attach_report, attached_report, merged_report
 from modelopt_sparse.reports.values import LayerReport
-from modelopt_sparse.training.planner import Filter, TrainingPlan, Weight, levels_at, plan_training
+from modelopt_sparse.training.planner import Filter, SparseParameter, TrainingPlan, levels_at, plan_training
 from modelopt_sparse.training.updates import digest, generator_for, initial_mask, largest_magnitudes
 
 SETTING = "training"  # in the settings of a report
@@ -50,12 +50,12 @@ class Sparsity(ABC):
     and the loop stays as it is: a hook after ``optimizer.step()`` keeps pruned weights and their optimizer state at
     zero, and moves the masks when it is time.
 
-    sparse_params: name -> parameter that was made sparse, with its ``data`` and its ``mask`` (`planner.Weight`).
+    sparse_params: name -> parameter that was made sparse, with its ``data`` and its ``mask``.
     step: how many steps of the optimizers are finished.
     """
 
     def __init__(self) -> None:
-        self.sparse_params: dict[str, Weight] = {}
+        self.sparse_params: dict[str, SparseParameter] = {}
         self.step = 0
         self._autoupdate = True
         self._model: nn.Module | None = None
@@ -100,7 +100,7 @@ class Sparsity(ABC):
         """
         if isinstance(model_or_optimizer, nn.Module):
             self._apply_to_model(model_or_optimizer)
-        elif isinstance(model_or_optimizer, (str, bytes)) or not hasattr(model_or_optimizer, "step"):
+        elif not hasattr(model_or_optimizer, "step"):
             raise TypeError(f"apply takes a model or an optimizer, and this is {type(model_or_optimizer).__name__}")
         else:
             self._apply_to_optimizer(model_or_optimizer)
@@ -149,7 +149,7 @@ class Sparsity(ABC):
         described = [[str(include), None if x is None else x.describe()] for include, x in self.members()]
         return {"algorithms": described}
 
-    def _record(self, model: nn.Module, chosen: Sequence[Weight] = ()) -> dict[str, Any] | None:
+    def _record(self, model: nn.Module, chosen: Sequence[SparseParameter] = ()) -> dict[str, Any] | None:
         """What the model's report holds of this algorithm, among those that have trained other parameters. None if it
         has not trained the model, or if one of ``chosen`` has lost its mask."""
         report, members = attached_report(model), self._describe_members()
@@ -385,7 +385,7 @@ class Reminder:
 
 
 @torch.no_grad()
-def first_masks(chosen: Sequence[Weight]) -> dict[str, Tensor]:
+def first_masks(chosen: Sequence[SparseParameter]) -> dict[str, Tensor]:
     """The masks of all chosen parameters at step 0, by name, shaped like the parameters.
 
     NaN in a weight marks a pruned place (docs/migrating.md). Raises ValueError for inf, and for meta tensors.
@@ -415,7 +415,7 @@ def first_masks(chosen: Sequence[Weight]) -> dict[str, Tensor]:
     return masks
 
 
-def _entry(weight: Weight) -> LayerReport:
+def _entry(weight: SparseParameter) -> LayerReport:
     """The report's row of a parameter. ``zeros`` are those of the mask; a note tells of others in the weight."""
     zeros = int(((weight.data == 0) & weight.mask).sum())
     return LayerReport(

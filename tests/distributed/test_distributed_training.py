@@ -346,32 +346,24 @@ def outcome(model: nn.Module) -> dict[str, Any]:
     return {"masks": masks, "values": values(model), "lost": lost_zeros(model)}
 
 
-def by_rigl(model: nn.Module, sparsity: training.SparsityAlgorithm, wrapped: nn.Module) -> dict[str, Any]:
-    """The outcome of six steps of a model whose masks are there."""
+def by_rigl(model: nn.Module, wrap: Callable[[Any], nn.Module] = lambda model: model) -> dict[str, Any]:
+    """The outcome of six steps of a model that is wrapped when its masks are there."""
+    sparsity = rigl()
+    sparsity.apply(model)
+    before = {name: full(mask) for name, mask in mts.named_masks(model)}
+    wrapped = wrap(model)
     optimizer = adamw(wrapped.parameters())
     sparsity.apply(optimizer)
     train_sparse(wrapped, optimizer, 6)
-    return outcome(model)
-
-
-def rigl_in_one_process() -> dict[str, Any]:
-    model, sparsity = dense_model().double(), rigl()
-    sparsity.apply(model)
-    before = {name: mask.clone() for name, mask in mts.named_masks(model)}
-    return {"before": before, **by_rigl(model, sparsity, model)}
+    return {"before": before, **outcome(model)}
 
 
 def rigl_under_ddp() -> dict[str, Any]:
-    model, sparsity = dense_model().double(), rigl()
-    sparsity.apply(model)
-    return by_rigl(model, sparsity, DistributedDataParallel(model))
+    return by_rigl(dense_model().double(), DistributedDataParallel)
 
 
 def rigl_sharded() -> dict[str, Any]:
-    """Masks before sharding."""
-    model, sparsity = dense_model().double(), rigl()
-    sparsity.apply(model)
-    return by_rigl(model, sparsity, sharded(model))
+    return by_rigl(dense_model().double(), sharded)
 
 
 def sharded_and_resumed(folder: Path) -> dict[str, Any]:
@@ -408,18 +400,17 @@ def sharded_and_resumed(folder: Path) -> dict[str, Any]:
 
 
 def rigl_on_sharded_weights() -> dict[str, Any]:
-    model, sparsity = sharded(dense_model().double()), rigl()
-    sparsity.apply(model)
-    return by_rigl(model, sparsity, model)
+    return by_rigl(sharded(dense_model().double()))
 
 
 def rigl_on_ranks_that_differ() -> dict[str, Any]:
-    model, sparsity = dense_model().double(), rigl()
-    sparsity.apply(model)
-    with torch.no_grad():
-        model[0].weight.add_(float(dist.get_rank()))
+    def drifted(model: nn.Sequential) -> nn.Module:
+        with torch.no_grad():
+            model[0].weight.add_(float(dist.get_rank()))
+        return model
+
     try:
-        by_rigl(model, sparsity, model)  # gradients are not reduced
+        by_rigl(dense_model().double(), drifted)  # gradients are not reduced
     except RuntimeError as error:
         return {"error": str(error)}
     return {"error": "none was raised"}
@@ -456,12 +447,21 @@ def falls(losses: list[float]) -> bool:
     return losses[-1] < 0.8 * losses[0]
 
 
+def assert_trained(found: dict[str, Any], single: dict[str, Any], rel: float) -> None:
+    """Zeros are there, and the loss falls as in one process."""
+    assert found["lost"] == []
+    assert falls(found["losses"])
+    assert found["losses"] == pytest.approx(single["losses"], rel=rel)
+
+
+def masked(values: dict[str, Tensor], masks: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {n: v.masked_fill(~masks[n], 0) if n in masks else v for n, v in values.items() if "_mask" not in n}
+
+
 @pytest.mark.parametrize("scenario", [ddp, fsdp, fsdp_with_masks_set_after_sharding])
 def test_training_gives_the_weights_of_one_process(found_by, scenario: Callable):
     found, single = found_by(scenario), trained(sparse_model())
-    assert found["lost"] == []
-    assert falls(found["losses"])
-    assert found["losses"] == pytest.approx(single["losses"], rel=1e-4)
+    assert_trained(found, single, rel=1e-4)
     torch.testing.assert_close(found["values"], single["values"], rtol=1e-3, atol=1e-4)
     for name, before in dense_model().named_parameters():
         assert not torch.equal(found["values"][name], before), name
@@ -492,9 +492,7 @@ def test_full_state_dict_of_sharded_weights_is_sparse_and_loads_into_one_process
 
 def test_sharded_llama_trains_and_saves_a_plain_folder(found_by, folder: Path):
     found = found_by(fsdp_of_a_llama)
-    assert found["lost"] == []
-    assert falls(found["losses"])
-    assert found["losses"] == pytest.approx(trained(sparse_llama(), loss_of_llama)["losses"], rel=1e-3)
+    assert_trained(found, trained(sparse_llama(), loss_of_llama), rel=1e-3)
     saved = load_file(folder / "llama" / "model.safetensors")
     assert not [key for key in saved if "mask" in key]
     assert len(mts.verify(folder / "llama", "2:4").layers) == 14
@@ -503,10 +501,7 @@ def test_sharded_llama_trains_and_saves_a_plain_folder(found_by, folder: Path):
 
 
 def test_mixed_precision_shards_train(found_by):
-    found = found_by(fsdp_in_mixed_precision)
-    assert found["lost"] == []
-    assert falls(found["losses"])
-    assert found["losses"] == pytest.approx(trained(sparse_model())["losses"], rel=0.05)
+    assert_trained(found_by(fsdp_in_mixed_precision), trained(sparse_model()), rel=0.05)
 
 
 def test_attach_optimizer_holds_zeros_of_sharded_weights_and_momentum(found_by):
@@ -522,8 +517,7 @@ def test_forward_ignores_and_state_dict_repairs_drift_in_sharded_weights(found_b
     found = found_by(fsdp_with_drifted_weights)
     assert set(found["lost before"]) == set(MASKED)
     plain = dense_model()
-    masks = dict(mts.named_masks(sparse_model()))
-    plain.load_state_dict({n: v.masked_fill(~masks[n], 0) if n in masks else v for n, v in found["drifted"].items()})
+    plain.load_state_dict(masked(found["drifted"], dict(mts.named_masks(sparse_model()))))
     expected = plain(data()[0]).detach()
     torch.testing.assert_close(found["with gradients"], expected)
     torch.testing.assert_close(found["without gradients"], expected)
@@ -536,7 +530,7 @@ def test_forwards_without_gradients_see_each_all_gather(found_by):
     plain = dense_model()
     masks = dict(mts.named_masks(sparse_model()))
     for state, output in zip(found["values"], found["outputs"]):
-        plain.load_state_dict({n: v.masked_fill(~masks[n], 0) if n in masks else v for n, v in state.items()})
+        plain.load_state_dict(masked(state, masks))
         torch.testing.assert_close(output, plain(data()[0]).detach())
 
 
@@ -551,8 +545,7 @@ def test_strict_load_of_a_full_state_dict_into_shards(found_by, kind: str):
         masks = {name: given[f"{name}_mask"] for name in masks}
     assert found[kind, "lost"] == []
     torch.testing.assert_close(found[kind, "masks"], masks)
-    expected = {n: v.masked_fill(~masks[n], 0) if n in masks else v for n, v in given.items() if "_mask" not in n}
-    torch.testing.assert_close(found[kind, "values"], expected, rtol=0, atol=0)
+    torch.testing.assert_close(found[kind, "values"], masked(given, masks), rtol=0, atol=0)
 
 
 def test_export_of_sharded_modules_bakes_zeros_and_leaves_them_sharded(found_by):
@@ -566,16 +559,14 @@ def test_export_of_sharded_modules_bakes_zeros_and_leaves_them_sharded(found_by)
 
 def test_tensor_parallel_training_gives_the_weights_of_one_process(found_by):
     found = found_by(tensor_parallel_and_fsdp)
-    assert found["parallel"]["lost"] == []
-    assert falls(found["parallel"]["losses"])
-    assert found["parallel"]["losses"] == pytest.approx(found["single"]["losses"], rel=1e-4)
+    assert_trained(found["parallel"], found["single"], rel=1e-4)
     torch.testing.assert_close(found["parallel"]["values"], found["single"]["values"], rtol=1e-3, atol=1e-4)
     assert found["lost after drift and state_dict"] == []
 
 
 @pytest.mark.parametrize("scenario", [rigl_under_ddp, rigl_sharded, rigl_on_sharded_weights])
 def test_rigl_grows_by_the_gradient_of_all_processes(found_by, scenario: Callable):
-    found, single = found_by(scenario), rigl_in_one_process()
+    found, single = found_by(scenario), by_rigl(dense_model().double())
     assert found["lost"] == []
     assert found["masks"].keys() == single["masks"].keys() == set(MASKED)
     for name, mask in single["masks"].items():

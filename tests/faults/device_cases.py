@@ -37,8 +37,8 @@ WAYS = {
     "sparsegpt, unstructured": ("sparsegpt", {"pattern": "60%"}),
     "alps": ("alps", {}),
     "permuted and polished": ("wanda", {"permute": True, "polish": True}),
-    "reconstructed": ("sparsegpt", {"reconstruct": 2}),
-    "reconstructed by the Fisher metric": ("sparsegpt", {"reconstruct": {"metric": "fisher", "epochs": 2}}),
+    "reconstructed": ("magnitude", {"reconstruct": 1}),
+    "reconstructed by the Fisher metric": ("magnitude", {"reconstruct": {"metric": "fisher", "epochs": 1}}),
 }
 
 
@@ -87,14 +87,19 @@ def test_the_pretend_device_is_none_of_the_cpu(device):
 @pytest.mark.parametrize("name", DEVICES)
 @pytest.mark.parametrize("way", WAYS)
 def test_every_way_to_sparsify(way, name, place):
-    """In float64, so that no rounding decides about a mask."""
+    """In float64, so that no rounding decides about a mask. What is kept of activations is where the model is, however
+    much is free on the device."""
     if (way, name) == ("reconstructed by the Fisher metric", "pretend"):
         pytest.skip("torch's autograd engine refuses this backward pass on a device that is written in Python")
     method, options = WAYS[way]
-    model, data = tiny_llama(attn_implementation="eager").double(), token_batches(4)
+    model, data = tiny_llama(attn_implementation="eager").double(), token_batches(3)
     expected = sparse(copy.deepcopy(model), data, method, **options)
+    seen: set[str] = set()
+    # before the hook that moves them
+    model.model.layers[1].register_forward_pre_hook(lambda block, args: seen.add(args[0].device.type))
     with a_device(name) as device:
         found = sparse(model, data, method, place, device, **options)
+    assert seen == ({"cpu" if place == "device=" else device.type} if way != "magnitude" else set())
     in_float32 = "reconstruct" in options  # its loss
     assert_same(found, expected, atol=1e-5 if in_float32 else 1e-10)
 
@@ -107,7 +112,7 @@ def test_architectures_with_padding(name, device_name, place):
     model = ARCHITECTURES[name].build().double()
     data = [
         {key: x.double() if x.is_floating_point() else x for key, x in batch.items()}
-        for batch in ARCHITECTURES[name].batches("right")
+        for batch in ARCHITECTURES[name].batches("right")[:2]
     ]
     expected = sparse(copy.deepcopy(model), data)
     with a_device(device_name) as device:
@@ -156,30 +161,15 @@ def test_a_streaming_run_that_was_stopped_goes_on(sequential, tmp_path, device):
 def test_shrink(place, more, tmp_path, device):
     options = {"mlp": 0.25, "blocks": 1, "blocks_by": "influence", "data_loader": token_batches(), "progress": False}
     options |= more
-    expected = mts.shrink(tiny_llama(num_hidden_layers=3), **options)
+    expected, model = mts.shrink(tiny_llama(), **options), tiny_llama()
     if place == "streamed":
-        tiny_llama(num_hidden_layers=3).save_pretrained(tmp_path / "dense")
+        model.save_pretrained(tmp_path / "dense")
         mts.shrink_checkpoint(tmp_path / "dense", tmp_path / "out", device=device, spill=True, **options)
         found = mts.load(tmp_path / "out")
     else:
-        model = tiny_llama(num_hidden_layers=3)
         model = model.to(device) if place == "on it" else model
         found = mts.shrink(model, **options, **({"device": device} if place == "device=" else {})).to("cpu")
     assert_same(found, expected, atol=1e-5)
-
-
-@pytest.mark.parametrize("options", [{}, {"sequential": "none"}, {"reconstruct": 1}], ids=str)
-def test_what_is_kept_of_activations_is_where_the_model_is(options):
-    """However much is free on the device."""
-    seen: set[str] = set()
-    model, data = tiny_llama(attn_implementation="eager"), token_batches(3)
-    expected = sparse(copy.deepcopy(model), data, **options)
-    # before the hook that moves them
-    model.model.layers[1].register_forward_pre_hook(lambda block, args: seen.add(args[0].device.type))
-    with pretend_device() as device:
-        sparse(model, data, place="device=", device=device, **options)
-    assert seen == {"cpu"}
-    assert_same(model, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("options", [{}, {"sequential": "none"}, {"reconstruct": {"epochs": 1}}, {"permute": True}])

@@ -16,9 +16,9 @@ import modelopt_sparse as mts
 from modelopt_sparse.checkpoint import save as checkpoint
 from modelopt_sparse.runtime import convert
 from modelopt_sparse.runtime.convert import Settings, loading_place
-from modelopt_sparse.runtime.kernels import Choice, Cutlass, SemiStructuredLinear, as_numbers
+from modelopt_sparse.runtime.kernels import Cutlass, SemiStructuredLinear
 from tests.helpers import ROOT, assert_bits, tiny_llama, token_batches
-from tests.runtime.stopwatch import OTHER, TABLE, Stopwatch, timed_place
+from tests.runtime.stopwatch import TABLE, Stopwatch, timed_place
 from tests.runtime.unpacking import Unpacking, chain, llama, packed_by, place_for, pruned, reasons
 
 
@@ -119,19 +119,14 @@ def test_every_layer_left_dense_has_its_reason(backend):
     assert (entry.dense_bytes, entry.bytes) == (4096, 2304)
 
 
-def test_a_linear_that_is_the_model(backend):
-    model = pruned(32, 64)
-    assert packed_by(backend, model) is model
-    assert type(model) is SemiStructuredLinear
-    assert [layer.name for layer in mts.semi_structured_report(model).packed] == ["weight"]
-
-
-def test_one_module_in_two_places_is_packed_once(backend):
-    shared = pruned(64, 64)
-    model = packed_by(backend, chain(shared, nn.ReLU(), shared))
-    assert model[0] is model[2]
-    assert type(model[2]) is SemiStructuredLinear
-    assert len(mts.semi_structured_report(model).layers) == 1
+@pytest.mark.parametrize(
+    ("model", "names"), [(pruned(32, 64), ["weight"]), (chain(*[pruned(64, 64)] * 2), ["0"])], ids=["Linear", "shared"]
+)
+def test_what_is_packed_once(backend, model, names):
+    """A Linear that is the model, and a module in two places."""
+    packed_by(backend, model)
+    assert {type(module) for module in model.modules()} - {nn.Sequential} == {SemiStructuredLinear}
+    assert [layer.name for layer in mts.semi_structured_report(model).layers] == names
 
 
 @pytest.mark.parametrize("how", [{"include": ["0", "1"]}, {"strict": True}, {"include": "*", "strict": True}])
@@ -224,16 +219,23 @@ def test_outputs_of_a_model_are_those_of_its_dense_form(backend):
     assert_bits(back, wanted)
 
 
+REPORT = """\
+layer  shape     runs  MiB         us at 1      us at 64    notes
+-----  --------  ----  ----------  -----------  ----------  -----
+0      32 x 64   2:4   0.0 -> 0.0  10.0 -> 9.0  8.0 -> 5.0
+1      64 x 128  2:4   0.0 -> 0.0  10.0 -> 9.0  8.0 -> 5.0
+
+stays dense: 2 (not 2:4: row 0 has 4 nonzeros in columns 0 to 3; 64 of 64 rows break the pattern)
+
+2 of 3 layers run 2:4 on a CPU, weights 0.0 -> 0.0 MiB.
+us: microseconds of a call, dense -> 2:4, each with its fastest library or algorithm."""
+
+
 def test_the_report_says_everything_as_text_and_as_json(backend, blas):
     model = chain(pruned(32, 64), pruned(64, 128, bias=False), nn.Linear(128, 64, dtype=torch.bfloat16))
     convert.convert(model, Settings.of({"tune": (1, 64)}), lambda device: timed_place(backend, Stopwatch(**TABLE)))
     text = str(mts.semi_structured_report(model))
-    lines = text.splitlines()
-    assert lines[0].split() == ["layer", "shape", "runs", "MiB", "us", "at", "1", "us", "at", "64", "notes"]
-    assert " ".join(lines[2].split()) == "0 32 x 64 2:4 0.0 -> 0.0 10.0 -> 9.0 8.0 -> 5.0"
-    assert "stays dense: 2 (not 2:4: row 0 has 4 nonzeros in columns 0 to 3; 64 of 64 rows break the pattern)" in text
-    assert "2 of 3 layers run 2:4 on a CPU, weights 0.0 -> 0.0 MiB." in text
-    assert "us: microseconds of a call, dense -> 2:4, each with its fastest library or algorithm." in text
+    assert text == REPORT
     report = mts.semi_structured_report(model)
     read = json.loads(report.to_json())
     again = mts.SpeedReport.from_dict(read)
@@ -245,22 +247,13 @@ def test_the_report_says_everything_as_text_and_as_json(backend, blas):
     assert read["settings"]["tune"] == [1, 64]
 
 
-def test_the_report_says_when_nothing_was_timed(backend):
-    model = packed_by(backend, chain(pruned(32, 128)))
-    text = str(mts.semi_structured_report(model))
-    assert "Not timed: 2:4 may be slower here. Name the token counts that matter with tune=." in text
-
-
-def test_negative_zeros_are_told(backend):
+def test_negative_zeros_are_told_and_that_nothing_was_timed(backend):
     model = chain(pruned(32, 64))
     with torch.no_grad():
         model[0].weight[3, 5] = -0.0
-    packed_by(backend, model)
-    assert mts.semi_structured_report(model).layers[0].notes == ("1 weights were -0.0 and are +0.0 now",)
-
-
-def test_operators_take_choices_as_numbers():
-    assert as_numbers((Choice(8, OTHER), Choice(64))) == [8, 3, 4, 2, 64, 0, 1, -1]
+    report = mts.semi_structured_report(packed_by(backend, model))
+    assert report.layers[0].notes == ("1 weights were -0.0 and are +0.0 now",)
+    assert str(report).endswith("Not timed: 2:4 may be slower here. Name the token counts that matter with tune=.")
 
 
 @pytest.fixture(scope="module")

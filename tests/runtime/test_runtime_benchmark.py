@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 import modelopt_sparse as mts
 from tests.helpers import ROOT
-from tests.runtime.unpacking import Unpacking, installed, packed_by
+from tests.runtime.unpacking import packed_by
 
 SCRIPT = "examples/benchmarks/semi_structured.py"
 SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4}
@@ -30,11 +30,6 @@ def bench(monkeypatch) -> Any:
     spec.loader.exec_module(module)
     monkeypatch.setattr(module, "SHAPES", {"good": (32, 128), "odd": (16, 128)})
     return module
-
-
-@pytest.fixture
-def backend(monkeypatch) -> Unpacking:
-    return installed(monkeypatch)
 
 
 def clock(calls) -> float:

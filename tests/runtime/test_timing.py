@@ -13,25 +13,28 @@ from modelopt_sparse.runtime import convert
 from modelopt_sparse.runtime import kernels as backends
 from modelopt_sparse.runtime import timing as tune
 from modelopt_sparse.runtime.convert import Settings
-from modelopt_sparse.runtime.kernels import Choice, SemiStructuredLinear, choice_for
-from modelopt_sparse.runtime.timing import Timing, decide, eager_seconds
-from tests.runtime.stopwatch import FAST, OTHER, TABLE, Stopwatch, timed_place, timing
+from modelopt_sparse.runtime.kernels import SemiStructuredLinear, algorithm_for
+from modelopt_sparse.runtime.timing import Timing, eager_seconds
+from tests.runtime.stopwatch import FAST, OTHER, TABLE, Stopwatch, timed_place
 from tests.runtime.unpacking import Unpacking, chain, pruned, reasons
 
 
 @pytest.mark.parametrize(
-    ("speedups", "is_packed"), [([1.05, 1.05], True), ([1.6, 1.049], False), ([0.5, 1.9], False), ([0.5, 0.9], False)]
+    ("speedups", "lost"), [((1.0501, 1.0501), ""), ((1.6, 1.049), "64"), ((0.5, 1.9), "1"), ((0.5, 0.9), "1, 64")]
 )
-def test_the_rule(speedups, is_packed):
+def test_the_rule(backend, blas, speedups, lost):
     """2:4 must win at every count."""
-    decided = decide([timing(64, speedups[1], OTHER), timing(1, speedups[0], FAST)], 1.05)
-    assert decided == ((Choice(1, FAST), Choice(64, OTHER)) if is_packed else None)
+    dense = {(tokens, library): 1e-6 for tokens in (1, 64) for library in ("cublas", "cublaslt")}
+    sparse = {(tokens, backends.DEFAULT): 1e-6 / speedup for tokens, speedup in zip((1, 64), speedups)}
+    place, model = timed_place(backend, Stopwatch(sparse, dense)), chain(pruned(32, 64))
+    convert.convert(model, Settings.of({"tune": (64, 1)}), lambda device: place)
+    assert reasons(model) == ({"0": f"2:4 is not 1.05 times as fast at {lost} tokens"} if lost else {})
 
 
 def test_other_counts_go_with_the_named_one_below_them():
-    choices = (Choice(8), Choice(64, FAST), Choice(2048, OTHER))
-    found = {count: choice_for(count, choices).tokens for count in (1, 7, 8, 63, 64, 2047, 2048, 10**6)}
-    assert found == {1: 8, 7: 8, 8: 8, 63: 8, 64: 64, 2047: 64, 2048: 2048, 10**6: 2048}
+    choices = (8, *backends.DEFAULT, 64, *FAST, 2048, *OTHER)
+    for algorithm, counts in ((backends.DEFAULT, (1, 7, 8, 63)), (FAST, (64, 2047)), (OTHER, (2048, 10**6))):
+        assert {algorithm_for(count, choices) for count in counts} == {algorithm}
 
 
 def searching(backend: Unpacking, monkeypatch, found=(backends.DEFAULT, FAST)):
@@ -51,7 +54,7 @@ def test_both_sides_are_searched_and_the_best_of_each_decides(backend, blas, mon
         Timing(1, 10e-6, "cublas", 8e-6, FAST),
         Timing(64, 8e-6, "cublaslt", 5e-6, backends.DEFAULT),
     )
-    assert model[0].choices == (Choice(1, FAST), Choice(64, backends.DEFAULT))
+    assert model[0].choices == (1, *FAST, 64, *backends.DEFAULT)
     backend.calls.clear()
     for tokens in (3, 70):
         model[0](torch.zeros(tokens, 64, dtype=torch.bfloat16))

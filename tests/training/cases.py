@@ -1,7 +1,8 @@
 """A model with every kind of parameter that can be trained sparse, and algorithms to train it with."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -84,46 +85,34 @@ def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Recipe:
-    """name: of the algorithm and its pattern. build: a new algorithm for the parameters ``include``. zeros: how many of
-    a matrix [..., R, C] of n entries are zero at the end."""
+    """name: of the algorithm and its pattern. build: a new algorithm for the parameters ``include``. level: how many of
+    a matrix [..., R, C], or of its ``scope``, are zero at the end."""
 
     name: str
-    build: Callable[[Any], training.SparsityAlgorithm]
+    build: Callable[..., training.SparsityAlgorithm]
     level: float = 0.75
     pattern: str | None = None
     scope: str = "matrix"
 
 
-def recipes() -> list[Recipe]:
+SCOPES: dict[str, dict[str, Any]] = {
+    "matrix": {},
+    "row": {"scope": "row"},
+    "out groups": {"balance_out_groups": 2},
+    "in groups": {"balance_in_groups": 2},
+}
+
+
+def recipes() -> Iterator[Recipe]:
     """All algorithms, by matrix, by row, in groups and N:M."""
-    made = []
-    cubic = training.Cubic(0.0, 0.75, 0, 15)
-    kinds: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-        "static": (training.Static, 0.75, {}),
-        "gmp": (training.GMP, cubic, {"update": 3}),
-        "set": (training.SET, 0.75, {"update": 3}),
-        "rigl": (training.RigL, 0.75, {"update": 3}),
-    }
-    scopes: dict[str, dict[str, Any]] = {
-        "matrix": {},
-        "row": {"scope": "row"},
-        "out groups": {"balance_out_groups": 2},
-        "in groups": {"balance_in_groups": 2},
-    }
-    for kind, (algorithm, level, options) in kinds.items():
-        for scope, more in scopes.items():
-
-            def build(include, algorithm=algorithm, level=level, options=options, more=more):
-                return algorithm(level, include=include, **options, **more)
-
-            made.append(Recipe(f"{kind}, {scope}", build, scope=scope))
-
-        def two_of_four(include, algorithm=algorithm, kind=kind, options=options):
-            level = training.Cubic(0.0, 0.5, 0, 15) if kind == "gmp" else None
-            return algorithm(level, pattern="2:4", include=include, **options)
-
-        made.append(Recipe(f"{kind}, 2:4", two_of_four, level=0.5, pattern="2:4"))
-    return made
+    for algorithm in (training.Static, training.GMP, training.SET, training.RigL):
+        kind, rises = algorithm.__name__.lower(), algorithm is training.GMP
+        build: Any = algorithm if algorithm is training.Static else partial(algorithm, update=3)
+        level: Any = training.Cubic(0.0, 0.75, 0, 15) if rises else 0.75
+        for scope, options in SCOPES.items():
+            yield Recipe(f"{kind}, {scope}", partial(build, level, **options), scope=scope)
+        level = training.Cubic(0.0, 0.5, 0, 15) if rises else None
+        yield Recipe(f"{kind}, 2:4", partial(build, level, pattern="2:4"), 0.5, "2:4")
 
 
-RECIPES = recipes()
+RECIPES = list(recipes())

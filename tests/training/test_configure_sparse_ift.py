@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from modelopt_sparse import training
 from modelopt_sparse.checks import read_yaml
 from modelopt_sparse.model.masking import named_masks
-from tests.helpers import TESTBED, Snapshot, tiny_llama
+from tests.helpers import TESTBED, refused, tiny_llama
 
 MODEL = TESTBED / "tiny-llama"
 GMP = {"algorithm": "gmp", "schedule": {"type": "cubic", "init": 0.0, "start": 0, "stop": 6}, "update": 2}
@@ -47,15 +47,6 @@ def test_a_recipe_is_the_call(tmp_path, section, options, rule):
     assert str(ift.model) == str(theirs.model)
     algorithms = [ift.sparsity[i] for i in range(len(ift.sparsity))]
     assert {type(each) for each in algorithms} == {kinds[rule and rule["algorithm"]]}
-    ift.sparsity.apply(ift.model)
-    if rule is not GMP:
-        for name, mask in named_masks(ift.model):
-            zeros = float((~mask).float().mean())
-            own = (
-                levels(ift).get(name)
-                or levels(ift)[name.rpartition(".")[0].rpartition(".")[0].replace(".branches", "")]
-            )
-            assert zeros == pytest.approx(own, abs=0.03), "counts are whole numbers in each row of a tiny model"
 
 
 def test_a_gradual_rule_ends_at_the_level_of_each_layer():
@@ -95,11 +86,7 @@ def test_a_gradual_rule_ends_at_the_level_of_each_layer():
     ],
 )
 def test_what_is_refused(content, match):
-    model = tiny_llama()
-    before = Snapshot(model)
-    with pytest.raises(ValueError, match=match):
-        training.configure_sparse_ift(content, model)
-    assert Snapshot(model).look == before.look
+    refused(lambda model: training.configure_sparse_ift(content, model), tiny_llama(), match=match)
 
 
 def test_a_recipe_that_changes_layers_is_not_for_configure(tmp_path):
@@ -137,18 +124,13 @@ def test_a_config_and_a_recipe_are_written(run, tmp_path, rule, iso):
 
 
 def test_members_are_put_in_by_their_recipe(run, tmp_path):
-    flags = ("--sparsity", 0.5, "--member", "doped", "--include", "*.q_proj")
+    flags = ("--sparsity", 0.5, "--member", "doped", "--include", "*.q_proj", "--json")
     done = run("sparse-ift", MODEL, "--out", tmp_path / "doped", *flags)
     assert (done.code, done.err) == (0, "")
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path / "doped"))
     ift = training.configure_sparse_ift(tmp_path / "doped" / "recipe.yaml", model)
     assert {layer.name for layer in ift.plan.layers} == {f"model.layers.{i}.self_attn.q_proj" for i in range(6)}
-
-
-def test_the_plan_as_json(run, tmp_path):
-    done = run("sparse-ift", MODEL, "--sparsity", 0.75, "--out", tmp_path / "wide", "--json")
-    assert done.code == 0
-    assert json.loads(done.out)["ratio"] == 1.0
+    assert json.loads(done.out) == json.loads(ift.plan.to_json())
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What masks that move do to weights that grow, to weights that nobody trains, and to models that become plain."""
+"""Masks that move, and weights that nobody trains; models that become plain; tools that replace weights."""
 
 import copy
 import pickle
@@ -14,20 +14,7 @@ import modelopt_sparse as mts
 from modelopt_sparse import training
 from modelopt_sparse.model.masking import SparseModule, named_masks
 from tests.helpers import assert_bits, tiny_llama
-
-
-class Lion(torch.optim.Optimizer):
-    """Steps by the sign of the gradient, so that the faintest one counts as much as any."""
-
-    def __init__(self, parameters, lr):
-        super().__init__(parameters, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter -= group["lr"] * parameter.grad.sign()
+from tests.training.cases import applied
 
 
 class Mlp(nn.Module):
@@ -42,16 +29,6 @@ class Mlp(nn.Module):
         return F.linear(self.first(x).relu(), self.second.weight)
 
 
-OPTIMIZERS = {
-    "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
-    "adam": lambda p: torch.optim.Adam(p, lr=1e-3),
-    "adam, small eps": lambda p: torch.optim.Adam(p, lr=1e-3, eps=1e-15),
-    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-3),
-    "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
-    "rmsprop, small eps": lambda p: torch.optim.RMSprop(p, lr=1e-3, eps=1e-12),
-    "muon": lambda p: torch.optim.Muon(p, lr=1e-3),
-    "lion": lambda p: Lion(p, lr=1e-3),
-}
 MOVING = {"set": training.SET, "rigl": training.RigL}
 
 
@@ -68,26 +45,6 @@ def masks_of(model):
     return {name: mask.clone() for name, mask in named_masks(model)}
 
 
-@pytest.mark.parametrize("algorithm", MOVING)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_what_grows_starts_at_zero(optimizer, algorithm):
-    model = Mlp()
-    sparsity = MOVING[algorithm](0.5, update=2, include="*weight", scope="matrix")
-    sparsity.apply(model)
-    trained = sparsity.apply(OPTIMIZERS[optimizer](list(model.parameters())))
-    grown_at_all = 0
-    for number in range(6):
-        before = masks_of(model)
-        step(model, trained, seed=number)
-        for name, mask in named_masks(model):
-            grown, weight = mask & ~before[name], model.get_parameter(name)
-            states = [s for s in trained.state[weight].values() if torch.is_tensor(s) and s.shape == weight.shape]
-            for values in (weight, *states):
-                assert not values[grown].any(), (number, name, values[grown].abs().max())
-            grown_at_all += int(grown.sum())
-    assert grown_at_all > 50
-
-
 @pytest.mark.parametrize("order", ["rigl first", "rigl last"])
 def test_another_algorithm_beside_rigl_changes_nothing(order):
     """Each has parameters of its own, and so has the flag that lets gradients through."""
@@ -96,12 +53,9 @@ def test_another_algorithm_beside_rigl_changes_nothing(order):
     both = [rigl, training.Static(0.5, include=["2.weight"])]
     both = both if order == "rigl first" else both[::-1]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    for each in (*both, optimizer):
-        if each is not optimizer:
-            each.apply(model)
-    for each in both:
-        each.apply(optimizer)
-    changes = 0
+    for thing in (model, optimizer):
+        for each in both:
+            each.apply(thing)
     for number in range(10):
         before = model[0].weight_mask.clone()
         optimizer.zero_grad()
@@ -114,16 +68,13 @@ def test_another_algorithm_beside_rigl_changes_nothing(order):
         optimizer.step()
         grown = model[0].weight_mask & ~before
         if number % 2:
-            changes += 1
             # what was dropped in the same step may grow again, and then does not show
             score = dense[0].weight.grad.abs().masked_fill(before, 0)
             assert torch.equal(
                 score.flatten().topk(int(grown.sum())).indices.sort().values, grown.flatten().nonzero()[:, 0]
             )
         assert bool(grown.any()) == bool(number % 2)
-    assert changes == 5
-    report = mts.report(model)
-    assert {layer.recipe: layer.zeros for layer in report.layers} == {"rigl": 240, "static": 100}
+    assert {layer.recipe: layer.zeros for layer in mts.report(model).layers} == {"rigl": 240, "static": 100}
 
 
 @pytest.mark.parametrize("algorithm", MOVING)
@@ -176,10 +127,9 @@ def test_without_an_optimizer_the_second_forward_warns():
         model(x)
     static = Mlp()
     training.Static(0.5, include="*weight").apply(static)
-    applied, sparsity = Mlp(), training.SET(0.5, include="*weight", scope="matrix")
-    sparsity.apply(applied)
-    sparsity.apply(torch.optim.SGD(applied.parameters()))
-    for quiet in (static, applied, model):
+    trained = Mlp()
+    applied(training.SET(0.5, include="*weight", scope="matrix"), trained)
+    for quiet in (static, trained, model):
         for _ in range(3):
             quiet(x)
 
@@ -189,8 +139,7 @@ def test_dense_training_follows_sparse_training(how):
     """Guide: sparse pre-training, then dense training with the same optimizer."""
     model = Mlp()
     sparsity = training.RigL(0.5, update=1, include="*weight", scope="matrix")
-    sparsity.apply(model)
-    optimizer = sparsity.apply(torch.optim.AdamW(model.parameters(), lr=1e-3))
+    optimizer = applied(sparsity, model, torch.optim.AdamW, lr=1e-3)
     for number in range(3):
         step(model, optimizer, seed=number)
     moments = copy.deepcopy(optimizer.state_dict()["state"])
@@ -275,38 +224,28 @@ def test_warnings_of_schedules_that_do_nothing_or_too_much():
         never.apply(model)
     linear = training.GMP({"type": "linear", "init": 0.5, "slope": 0.3}, include="*weight", update=1)
     model = Mlp()
-    linear.apply(model)
-    optimizer = linear.apply(torch.optim.SGD(model.parameters(), lr=0.1))
+    optimizer = applied(linear, model)
     step(model, optimizer)
     with pytest.warns(UserWarning, match="the level is 1, where no weight is left"):
         step(model, optimizer)
 
 
 def test_how_algorithms_and_their_levels_are_printed():
-    sparsity = training.RigL(0.9, update=100, scope="row", include="blocks")
-    group = training.Group({"*.mlp.*": training.SET(0.9), "*": training.Static(0.5)})
-    for each in (sparsity, group):
-        assert "\n" not in repr(each)
-        assert "0.9" in repr(each)
+    text = "Static(sparsity=Constant(value=0.9), scope=row, init_method=random, distribution=uniform, include="
+    algorithm = training.Static(0.9, scope="row")
+    assert repr(algorithm) == f"{text}every parameter, seed=0)"
+    assert (
+        repr(training.Group({"*.mlp.*": algorithm, "blocks": None})) == f"Group('*.mlp.*': {algorithm}, blocks: None)"
+    )
     model = nn.Linear(192, 8)
     training.Static(0.9, include="weight", scope="row").apply(model)
     assert mts.report(model).layers[0].pattern == "90% per row"
     mts.verify(model)
 
 
-def test_a_tied_embedding_is_called_one():
-    model = tiny_llama()
-    model.lm_head.weight = model.model.embed_tokens.weight
-    reasons = {each.name: each.reason for each in training.Static(0.5, include="default").plan(model).skipped}
-    assert reasons["model.embed_tokens.weight"] == "embedding"
-
-
 def test_sparse_ift_prints_few_lines():
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
-    ift = training.sparse_ift(model, 0.5, "parallel", example=torch.randn(2, 8))
-    assert len(repr(ift).splitlines()) <= 20
-    assert len(repr(training.sparse_ift(tiny_llama(), 0.5).sparsity)) < 400
+    """Its plan has a golden text in tests/reports."""
+    assert len(repr(training.sparse_ift(tiny_llama(), 0.5))) < 500
 
 
 def test_nan_for_pruned_weights_names_finalize():

@@ -140,12 +140,16 @@ def test_flops_of_sparse_layers_are_those_of_the_dense_ones(name, level):
     assert whole.plan.model_ratio == pytest.approx(1.0, abs=5e-3)
 
 
-def test_level_zero_is_the_dense_model():
-    model = tiny_llama()
-    ift = training.sparse_ift(model, 0.0)
-    assert ift.model.config.to_dict() == model.config.to_dict()
+@pytest.mark.parametrize(
+    ("model", "example"),
+    [(tiny_llama(), None), (nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))), torch.ones(1, 4))],
+)
+def test_level_zero_is_the_dense_model(model, example):
+    ift = training.sparse_ift(model, 0.0, example=example)
+    assert str(ift.model) == str(model)
     assert level_of(ift) == 0.0
     assert len(ift.sparsity) == 0
+    assert ift.plan.model_ratio == 1.0
 
 
 RULES = {  # rule -> how many steps it takes to its level
@@ -206,6 +210,7 @@ SEVENTHS = {"member": "doped", "rule": lambda level: training.Static(level, bala
         (tiny_llama, 1.0, {}, r"sparsity=1.0: must be a number in \[0, 1\)"),
         (tiny_llama, 0.5, {"member": "wider"}, "allowed are 'wide', 'parallel', 'factorized', 'doped'"),
         (tiny_llama, 0.5, {"iso": "flops"}, "allowed are 'layers', 'model'"),
+        (lambda: nn.Linear(4, 4), 0.5, {"multiple": 0, "example": torch.zeros(1, 4)}, "multiple=0: must be a positive"),
         (tiny_llama, 0.6, {"member": "parallel"}, r"levels that work are 0.5 and 0.666667"),
         (tiny_llama, 0.5, {"member": "doped", "include": "*.nothing"}, "matches no layer"),
         (tiny_llama, 0.5, {"include": "*.mlp.*"}, "Sparse Wide widens the whole model"),
@@ -241,7 +246,6 @@ LISTED = {"hidden_size": 64, "num_attention_heads": 4, "max_position_embeddings"
         (LlamaConfig(), (2.0,), "the sizes of 'lama' are not known, did you mean 'llama'"),
         (GPT2Config(n_embd=100, n_head=12), (2**0.5,), r"n_embd=100 is no multiple of n_head=12, as 108 would be"),
         (Phi3Config(**LISTED), (2**0.5,), r"holds a list, which does not fit heads of \d+: choose another member"),
-        (GPT2Config(), (2**0.5, 0), "multiple=0: must be a positive whole number"),
     ],
 )
 def test_sizes_that_no_level_fits_are_refused(config, how, match):
@@ -253,9 +257,8 @@ def test_sizes_that_no_level_fits_are_refused(config, how, match):
         assert widened(config, 1.0).hidden_size == 64
 
 
-def test_a_plan_prints_and_goes_into_json():
+def test_a_plan_goes_into_json():
     plan = training.sparse_ift(gpt2(), 0.5).plan
-    assert "FLOPs of the 48 sparse layers 1.0000 times dense" in str(plan)
     values = json.loads(plan.to_json())
     assert values["parameters"] == 124439808
     pruned = sum(layer["new_weights"] - layer["live"] for layer in values["layers"])

@@ -8,22 +8,31 @@ from torch import nn
 import modelopt_sparse as mts
 from modelopt_sparse import training
 from modelopt_sparse.model.masking import named_masks
-from modelopt_sparse.training.iso_flop.members import branches_for, rank_of_doping, rank_of_factors
+from modelopt_sparse.training.iso_flop.members import member_of
 from tests.helpers import tiny_llama
 
+with torch.device("meta"):
+    SQUARE, TALL, CONV = nn.Linear(768, 768), nn.Linear(768, 3072), nn.Conv2d(64, 64, 3)
 
-def test_golden_ranks():
-    square, tall = nn.Linear(768, 768), nn.Linear(768, 3072)
-    conv = nn.Conv2d(64, 64, 3)
-    at = (0.5, 0.75, 0.9)
-    # at 0.9 the released code has one more (3841, 6145, 577): it divides by 0.0999..., and these are whole numbers
-    assert [rank_of_factors(square, level) for level in at] == [768, 1536, 3840]
-    assert [rank_of_doping(square, level) for level in at] == [192, 288, 345]
-    assert [rank_of_factors(tall, level) for level in at] == [1229, 2458, 6144]
-    assert [rank_of_doping(tall, level) for level in at] == [307, 460, 552]
-    assert [rank_of_factors(conv, level) for level in at] == [116, 231, 576]
-    assert [rank_of_doping(conv, level) for level in at] == [28, 43, 51]
-    assert [branches_for(level) for level in (0.0, 0.5, 0.75, 0.9)] == [1, 2, 4, 10]
+
+@pytest.mark.parametrize(
+    ("layer", "member", "ranks"),
+    [
+        # at 0.9 the released code has one more (3841, 6145, 577): it divides by 0.0999..., and these are whole numbers
+        (SQUARE, "factorized", (768, 1536, 3840)),
+        (TALL, "factorized", (1229, 2458, 6144)),
+        (CONV, "factorized", (116, 231, 576)),
+        (SQUARE, "doped", (192, 288, 345)),
+        (TALL, "doped", (307, 460, 552)),
+        (CONV, "doped", (28, 43, 51)),
+        (SQUARE, "parallel", (2, 4, 10)),
+    ],
+)
+def test_golden_ranks(layer, member, ranks):
+    for level, rank in zip((0.5, 0.75, 0.9), ranks, strict=True):
+        new, words, _, _ = member_of(layer, member, level, None)
+        assert str(rank) in words.split()
+        assert len(new.branches if member == "parallel" else new.first.weight) == rank
 
 
 LAYERS = {
@@ -96,6 +105,12 @@ def test_members_compute_their_formula_at_the_same_flops(layer, shape, level):
         assert live == ift.plan.layers[0].live
         assert abs(live - dense) <= len(masks), "each mask is rounded once"
         assert all(("sparse" in name) or member != "doped" for name in masks)
+
+
+def test_an_example_is_counted_where_torch_has_one_operator_for_a_whole_block():
+    model = Around(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)).eval()
+    ift = training.sparse_ift(model, 0.5, "doped", include="middle.linear1", example=torch.randn(2, 5, 16))
+    assert [layer.uses for layer in ift.plan.layers] == [10], "as often as there are tokens"
 
 
 @pytest.mark.parametrize("member", ["parallel", "factorized", "doped"])

@@ -129,7 +129,7 @@ def test_a_compiled_model_has_two_graphs_and_never_a_third():
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own deprecations
 def test_inductor_lets_gradients_through():
-    """An update in each step, so that there is one graph to compile, the one with faint gradients."""
+    """An update in each step, so that there is one graph to compile, the one with faint gradients, of one layer."""
 
     def every_step():
         return training.RigL(0.75, include=INCLUDE, update=1, seed=3)
@@ -138,7 +138,9 @@ def test_inductor_lets_gradients_through():
     torch._dynamo.reset()
     for one in (model, other):
         _, optimizer = started(one, every_step)
-        run(torch.compile(one, fullgraph=True) if one is model else one, optimizer, 4)
+        if one is model:
+            model.first.compile(fullgraph=True)
+        run(one, optimizer, 4)
     assert_same_masks(model, other)
 
 
@@ -165,15 +167,14 @@ def test_steps_that_a_grad_scaler_skips_do_not_count(fused):
 def test_under_autocast():
     model = Mlp(torch.float32)
     _, optimizer = started(model)
+    start = model.first.weight_mask.clone()
     for step in range(4):
         optimizer.zero_grad()
         with torch.autocast("cpu", dtype=torch.bfloat16):
             loss = loss_of(model, data(step, dtype=torch.float32))
         loss.backward()
         optimizer.step()
-    start = Mlp(torch.float32)
-    rigl().apply(start)
-    assert not torch.equal(model.first.weight_mask, start.first.weight_mask)
+    assert not torch.equal(model.first.weight_mask, start)
     assert all(int(mask.sum()) == mask.numel() // 4 for _, mask in named_masks(model))
 
 
@@ -224,17 +225,17 @@ ALGORITHMS = {
 }
 
 
-def assert_same_bits(model, other):
-    for one, two in zip(model.state_dict().values(), other.state_dict().values()):
+def assert_ten_steps(model, name):
+    """The bits of a run that did not stop."""
+    whole = Mlp()
+    _, optimizer = started(whole, ALGORITHMS[name])
+    run(whole, optimizer, 10)
+    for one, two in zip(model.state_dict().values(), whole.state_dict().values()):
         assert_bits(one, two)
 
 
 @pytest.mark.parametrize("name", list(ALGORITHMS))
 def test_stop_and_resume_in_a_loop_of_ones_own(name):
-    whole = Mlp()
-    _, optimizer = started(whole, ALGORITHMS[name])
-    run(whole, optimizer, 10)
-
     model = Mlp()
     sparsity, optimizer = started(model, ALGORITHMS[name])
     run(model, optimizer, 5)
@@ -249,16 +250,12 @@ def test_stop_and_resume_in_a_loop_of_ones_own(name):
         each.load_state_dict(state)
     assert sparsity.step == 5
     run(model, optimizer, 5, start=5)
-    assert_same_bits(model, whole)
+    assert_ten_steps(model, name)
     assert "After 10 steps of training with" in str(sparsity.report())
 
 
 @pytest.mark.parametrize("name", list(ALGORITHMS))
 def test_stop_and_resume_with_accelerate(name, tmp_path):
-    whole = Mlp()
-    _, optimizer = started(whole, ALGORITHMS[name])
-    run(whole, optimizer, 10)
-
     def prepared():
         model = Mlp()
         sparsity = ALGORITHMS[name]()
@@ -275,7 +272,7 @@ def test_stop_and_resume_with_accelerate(name, tmp_path):
     accelerator, model, optimizer = prepared()
     accelerator.load_state(str(tmp_path))
     run(model, optimizer, 5, start=5)
-    assert_same_bits(accelerator.unwrap_model(model), whole)
+    assert_ten_steps(accelerator.unwrap_model(model), name)
 
 
 def test_a_state_of_another_algorithm_or_of_other_masks_is_refused():
@@ -283,12 +280,13 @@ def test_a_state_of_another_algorithm_or_of_other_masks_is_refused():
     sparsity, optimizer = started(model)
     run(model, optimizer, 4)
     state = copy.deepcopy(sparsity.state_dict())
-    with pytest.raises(ValueError, match="make the algorithm with the options that the state was saved with"):
-        started(Mlp(), ALGORITHMS["set"])[0].load_state_dict(state)
-    with pytest.raises(ValueError, match="2 masks of the model are not those of this state"):
-        started(Mlp())[0].load_state_dict(state)
-    with pytest.raises(ValueError, match="apply this RigL to the model, load the model's state dict"):
-        rigl().load_state_dict(state)
+    for other, match in (
+        (started(Mlp(), ALGORITHMS["set"])[0], "make the algorithm with the options that the state was saved with"),
+        (started(Mlp())[0], "2 masks of the model are not those of this state"),
+        (rigl(), "apply this RigL to the model, load the model's state dict"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            other.load_state_dict(state)
 
 
 def test_a_conv_net_trains_channels_last():

@@ -75,7 +75,7 @@ def test_the_number_dropped_rounds_half_to_even():
 
 def test_scores_that_are_all_zero_change_nothing():
     """An expert without tokens has no gradient: the lowest indices must not grow in it."""
-    weight = torch.stack([W, W]).squeeze(1).view(2, 1, 8)
+    weight = torch.stack([W, W])
     score = torch.stack([torch.zeros_like(G), G])
     new = drop_and_grow(weight, weight != 0, score, drop_fraction=0.5, level=0.5)
     assert torch.equal(new[0], W != 0)
@@ -139,13 +139,15 @@ def test_a_scope_goes_there_and_back(scope):
 # magnitude ----------------------------------------------------------------------------------------------------------
 
 
+V = values(3, -1, 4, 1, -5, 9, 2, -6)
+
+
 def test_gmp_by_hand():
     """0, a quarter, a half, three quarters: each mask lies within the one before."""
-    weight = torch.tensor([[3.0, -1, 4, 1, -5, 9, 2, -6]])
     mask = torch.ones(1, 8, dtype=torch.bool)
     expected = [row(*range(8)), row(0, 2, 4, 5, 6, 7), row(2, 4, 5, 7), row(5, 7)]
     for level, wanted in zip((0.0, 0.25, 0.5, 0.75), expected):
-        mask = largest_magnitudes(weight * mask, mask, level, generator())
+        mask = largest_magnitudes(V * mask, mask, level, generator())
         assert torch.equal(mask, wanted)
 
 
@@ -155,11 +157,18 @@ def test_pruned_places_stay_behind_live_zeros():
     assert torch.equal(largest_magnitudes(weight, mask, 0.5, generator()), mask)
 
 
-def test_where_the_level_falls_random_places_come_back():
-    weight, mask = torch.tensor([[0.0, 0, 5, 4, 0, 0]]), torch.tensor([[False, False, True, True, False, False]])
+FALLING = {
+    "gmp": largest_magnitudes,
+    "initial": lambda weight, mask, level, generator: initial_mask(weight, level, "topk", generator, present=mask),
+}
+
+
+@pytest.mark.parametrize("mask_at", FALLING.values(), ids=list(FALLING))
+def test_where_the_level_falls_random_places_come_back(mask_at):
+    weight, mask = values(0, 0, 5, 4, 0, 0), row(2, 3, size=6)
     back = set()
     for event in range(40):
-        new = largest_magnitudes(weight, mask, 1 / 3, generator(event))
+        new = mask_at(weight, mask, 1 / 3, generator(event))
         assert int(new.sum()) == 4
         assert (new | ~mask).all()
         back |= {int(i) for i in (new & ~mask).nonzero()[:, 1]}
@@ -181,26 +190,23 @@ def test_gmp_towards_two_of_four_nests_and_ends_there():
 # initial masks ------------------------------------------------------------------------------------------------------
 
 
-def test_topk_keeps_the_largest():
-    weight = torch.tensor([[3.0, -1, 4, 1, -5, 9, 2, -6]])
-    assert torch.equal(initial_mask(weight, 0.5, "topk", generator()), row(2, 4, 5, 7))
+INITIAL = {  # weights, method, the mask that is there, what is live at level 0.5
+    "topk": (V, "topk", None, row(2, 4, 5, 7)),
+    "a higher level prunes the smallest that are live": (V, "topk", row(0, 1, 2, 3, 4, 5), row(0, 2, 4, 5)),
+    "from zeros": (values(0, 1, 0, 2), "from_zeros", None, row(1, 3, size=4)),
+    "from zeros of the weight and of the mask": (values(0, 1, 0, 2), "from_zeros", row(0, 1, size=4), row(1, size=4)),
+    "a function": (values(0, 1, 0.5, 2), lambda weight, level: weight > level, None, row(1, 3, size=4)),
+}
 
 
-def test_a_higher_level_keeps_all_zeros_and_prunes_the_smallest():
-    weight = torch.tensor([[3.0, -1, 4, 1, -5, 9, 0, 0]])
-    present = row(0, 1, 2, 3, 4, 5)
-    assert torch.equal(initial_mask(weight, 0.5, "topk", generator(), present=present), row(0, 2, 4, 5)), "T31"
+@pytest.mark.parametrize(("weight", "method", "present", "expected"), INITIAL.values(), ids=list(INITIAL))
+def test_initial_masks_by_hand(weight, method, present, expected):
+    assert torch.equal(initial_mask(weight, 0.5, method, generator(), present=present), expected)
 
 
-def test_a_lower_level_keeps_all_live_weights_and_regrows_random_places():
-    weight = torch.tensor([[3.0, 0, 0, 0, 0, 9, 0, 0]])
-    present, grown = row(0, 5), set()
-    for event in range(60):
-        mask = initial_mask(weight, 0.5, "topk", generator(event), present=present)
-        assert int(mask.sum()) == 4
-        assert mask[0, [0, 5]].all()
-        grown |= {int(i) for i in (mask & ~present).nonzero()[:, 1]}
-    assert grown == {1, 2, 3, 4, 6, 7}, "T32"
+def test_a_function_that_returns_no_mask():
+    with pytest.raises(ValueError, match=r"init_method returned torch\.float32"):
+        initial_mask(W, 0.9, lambda w, level: w, generator())
 
 
 @pytest.mark.parametrize("method", ["random", "topk"])
@@ -223,14 +229,6 @@ def test_random_masks_do_not_look_at_the_weight():
     masks = [initial_mask(weight, 0.5, "random", generator()) for weight in (torch.randn(4, 8), torch.zeros(4, 8))]
     assert torch.equal(*masks)
     assert not torch.equal(masks[0], initial_mask(torch.zeros(4, 8), 0.5, "random", generator("another event")))
-
-
-def test_from_zeros_and_functions():
-    weight = torch.tensor([[0.0, 1, 0, 2]])
-    assert torch.equal(initial_mask(weight, 0.9, "from_zeros", generator()), row(1, 3, size=4))
-    assert torch.equal(initial_mask(weight, 0.9, lambda w, level: w > level, generator()), row(1, 3, size=4))
-    with pytest.raises(ValueError, match=r"init_method returned torch\.float32"):
-        initial_mask(weight, 0.9, lambda w, level: w, generator())
 
 
 def test_a_checkerboard_is_spread_evenly():
@@ -268,13 +266,6 @@ def test_erk_densities_have_the_ratio_of_the_rule_and_the_total():
     assert eps["conv"] == pytest.approx(eps["wide"])
     total = sum(math.prod(shape) for shape in shapes.values())
     assert sum(density[name] * math.prod(shapes[name]) for name in shapes) == pytest.approx(0.1 * total)
-
-
-def test_erk_keeps_small_weights_dense_and_the_total_all_the_same():
-    shapes = {"small": (4, 4), "large": (256, 256)}
-    levels = erk_levels(shapes, 0.5)
-    assert levels["small"] == 0.0
-    assert 16 + (1 - levels["large"]) * 256**2 == pytest.approx(0.5 * (16 + 256**2))
 
 
 def test_digests_differ_for_each_flipped_place():

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from modelopt_sparse.checks import check_whole
 from modelopt_sparse.model.devices import flat_tensors, map_tensors
 from modelopt_sparse.reports.text import first_few, nearest
 from modelopt_sparse.run import calibrating
@@ -97,7 +96,6 @@ def widened(config: PretrainedConfig, factor: float, multiple: int = 1) -> Pretr
     if family is None:
         close = nearest(config.model_type, [*FAMILIES, *STAGES])
         raise ValueError(f"the sizes of {config.model_type!r} are not known{close}: choose another member")
-    check_whole("multiple", multiple)
     width, heads = getattr(config, family.width), getattr(config, family.heads)
     head: int = (family.head_size and getattr(config, family.head_size, None)) or 0  # 0: heads share the width
     if not head and width % heads:
@@ -144,8 +142,8 @@ def rounded_up(size: float, step: int) -> int:
 
 
 READS, MAKES = "reads what the model reads", "makes what the model gives"
-CHANNELS = {"in_channels": {READS}, "out_channels": {MAKES}}
-FEATURES, SHAPE = {"num_features": {READS, MAKES}}, {"normalized_shape": {READS, MAKES}}
+CHANNELS, BOTH = {"in_channels": {READS}, "out_channels": {MAKES}}, {READS, MAKES}
+FEATURES, SHAPE = {"num_features": BOTH}, {"normalized_shape": BOTH}
 SIZES: dict[type[nn.Module], dict[str, set[str]]] = {  # a module's sizes -> the ends of a model where they stay
     nn.Linear: {"in_features": {READS}, "out_features": {MAKES}},
     nn.Embedding: {"embedding_dim": {MAKES}},
@@ -154,9 +152,9 @@ SIZES: dict[type[nn.Module], dict[str, set[str]]] = {  # a module's sizes -> the
     **dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), FEATURES),
     **dict.fromkeys((nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d), FEATURES),
     **dict.fromkeys((nn.LayerNorm, nn.RMSNorm), SHAPE),
-    nn.GroupNorm: {"num_channels": {READS, MAKES}},
+    nn.GroupNorm: {"num_channels": BOTH},
 }
-LAYERS = [kind for kind, sizes in SIZES.items() if {READS, MAKES} not in sizes.values()]  # the others are norms
+LAYERS = [kind for kind, sizes in SIZES.items() if BOTH not in sizes.values()]  # the others are norms
 
 
 def rebuilt(module: nn.Module, **changes: Any) -> Any:
@@ -188,7 +186,7 @@ def widened_layers(model: nn.Module, factor: float, multiple: int, example: Any)
     and for a model that does not run or gives another shape when it is wider.
     """
     _refuse_unknown(model)
-    ends = _ends(model, example)
+    ends, shapes = _ends(model, example)
     sizes = {module: _inner_sizes(module, fixed) for module, fixed in ends.items()}
     inner = [size for widths in sizes.values() for size in widths.values()]
     if not inner:
@@ -210,7 +208,7 @@ def widened_layers(model: nn.Module, factor: float, multiple: int, example: Any)
         if module in new_modules:
             wide.set_submodule(name, new_modules[module])
     _tie(model, wide)
-    _check(model, wide, example)
+    _check(wide, example, shapes)
     layers = [(name, module) for name, module in model.named_modules() if type(module) in LAYERS]
     return wide, {name: next((end for end in (READS, MAKES) if end in ends[module]), "") for name, module in layers}
 
@@ -228,26 +226,28 @@ def _refuse_unknown(model: nn.Module) -> None:
             raise ValueError(f"this {type(model).__name__} is on the meta device: build it, to run it on the example")
 
 
-def _ends(model: nn.Module, example: Any) -> dict[nn.Module, set[str]]:
-    """READS and MAKES for each layer and norm whose sizes stay: it reads memory that the model reads, or writes what
-    the model gives. What runs before the first layer reads, what runs after the last one makes."""
+def _ends(model: nn.Module, example: Any) -> tuple[dict[nn.Module, set[str]], list[torch.Size]]:
+    """(READS and MAKES for each layer and norm whose sizes stay, the shapes of what the model gives).
+
+    Such a layer reads memory that the model reads, or writes what the model gives. What runs before the first layer
+    reads, what runs after the last one makes."""
     ends: dict[nn.Module, set[str]] = {module: set() for module in model.modules() if type(module) in SIZES}
     calls: list[tuple[nn.Module, Any, Any]] = []  # what they hold keeps its memory, so that none is used twice
     with calibrating(model), ExitStack() as hooks:
         for module in ends:
             hooks.enter_context(module.register_forward_hook(lambda *seen: calls.append(seen)))
-        outputs = _memory(call(model, example))
+        output = call(model, example)
     reached = {module for module, _, _ in calls}
     if missed := [path for path, module in model.named_modules() if module in ends and module not in reached]:
         raise ValueError(f"the example does not reach {first_few(missed)}: whether its sizes may change is not known")
-    inputs = _memory(example)
+    inputs, outputs = _memory(example), _memory(output)
     layers = [number for number, (module, _, _) in enumerate(calls) if type(module) in LAYERS]
     for number, (module, read, made) in enumerate(calls):
         if number <= layers[0] or _memory(read) & inputs:
             ends[module].add(READS)
         if number >= layers[-1] or _memory(made) & outputs:
             ends[module].add(MAKES)
-    return ends
+    return ends, [x.shape for x in flat_tensors(output)]
 
 
 def _memory(value: Any) -> set[int]:
@@ -275,20 +275,16 @@ def _tie(model: nn.Module, wide: nn.Module) -> None:
         wide.get_submodule(path).register_parameter(key, wide.get_parameter(known))
 
 
-def _check(model: nn.Module, wide: nn.Module, example: Any) -> None:
-    """Run both on the example. Raises ValueError unless the shapes of what they give are the same."""
-
-    def shapes(one: nn.Module) -> list[tuple[int, ...]]:
-        with calibrating(one):
-            return [tuple(tensor.shape) for tensor in flat_tensors(call(one, example))]
-
-    dense = shapes(model)
+def _check(wide: nn.Module, example: Any, shapes: list[torch.Size]) -> None:
+    """Run the wide model on the example. Raises ValueError unless what it gives has the ``shapes`` of the model's."""
     try:
-        wider = shapes(wide)
+        with calibrating(wide):
+            wider = [x.shape for x in flat_tensors(call(wide, example))]
     except (RuntimeError, ValueError, TypeError) as error:
-        raise ValueError(f"this {type(model).__name__} does not run when its layers are wider: {error}") from error
-    if dense != wider:
-        raise ValueError(f"this {type(model).__name__} gives {wider} instead of {dense} when its layers are wider")
+        raise ValueError(f"this {type(wide).__name__} does not run when its layers are wider: {error}") from error
+    if wider != shapes:
+        now, before = ([tuple(shape) for shape in several] for several in (wider, shapes))
+        raise ValueError(f"this {type(wide).__name__} gives {now} instead of {before} when its layers are wider")
 
 
 # several layers for one -----------------------------------------------------------------------------------------------
@@ -357,26 +353,26 @@ def member_of(
     layer: nn.Module, member: str, level: float, activation: Activation
 ) -> tuple[nn.Module, str, list[str], float]:
     """(what replaces a layer, the same in words, its parts that carry masks, their level). At level 0 a layer may stay
-    as it is."""
-    inputs, outputs = sides(layer)
-    dense = inputs * outputs
+    as it is.
+
+    parallel: k = 1 / (1 - level) branches. factorized: d = Din Dout / ((Din + Dout) (1 - level)), rounded up. doped:
+    d = level Din Dout / (Din + Dout), rounded down.
+    """
     if member == "parallel":
         count = branches_for(level)
         parts = [f"branches.{i}" for i in range(count)]
         return Parallel(layer, count, activation), f"{count} in parallel", parts, 1 - 1 / count
-    rank = rank_of_factors(layer, level) if member == "factorized" else rank_of_doping(layer, level)
-    if level == 0 or rank == 0:
-        return layer, "itself", [], 0.0
-    if member == "factorized":
-        new_level = 1 - dense / (rank * (inputs + outputs))
-        return Factorized(layer, rank, activation), f"factors of rank {rank}", ["first", "second"], new_level
-    return Doped(layer, rank), f"itself and rank {rank}", ["sparse"], rank * (inputs + outputs) / dense
-
-
-def sides(layer: nn.Module) -> tuple[int, int]:
-    """(Din, Dout) of a layer."""
     weight = layer.get_parameter("weight")
-    return weight.numel() // weight.shape[0], weight.shape[0]
+    dense, outputs = weight.numel(), len(weight)
+    per_rank = dense // outputs + outputs  # Din + Dout
+    if member == "factorized":
+        rank = math.ceil(round(dense / (per_rank * (1 - level)), 6))
+        if level > 0:
+            words = f"factors of rank {rank}"
+            return Factorized(layer, rank, activation), words, ["first", "second"], 1 - dense / (rank * per_rank)
+    elif rank := math.floor(round(level * dense / per_rank, 6)):
+        return Doped(layer, rank), f"itself and rank {rank}", ["sparse"], rank * per_rank / dense
+    return layer, "itself", [], 0.0
 
 
 def branches_for(level: float) -> int:
@@ -386,18 +382,6 @@ def branches_for(level: float) -> int:
         lower, upper = 1 - 1 / math.floor(count), 1 - 1 / math.ceil(count)
         raise ValueError(f"{count:.2f} branches at level {level:g}: levels that work are {lower:.6g} and {upper:.6g}")
     return round(count)
-
-
-def rank_of_factors(layer: nn.Module, level: float) -> int:
-    """d = Din Dout / ((Din + Dout) (1 - level)), rounded up."""
-    inputs, outputs = sides(layer)
-    return math.ceil(round(inputs * outputs / ((inputs + outputs) * (1 - level)), 6))
-
-
-def rank_of_doping(layer: nn.Module, level: float) -> int:
-    """d = level Din Dout / (Din + Dout), rounded down."""
-    inputs, outputs = sides(layer)
-    return math.floor(round(level * inputs * outputs / (inputs + outputs), 6))
 
 
 # one layer again ------------------------------------------------------------------------------------------------------

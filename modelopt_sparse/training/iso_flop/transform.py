@@ -7,11 +7,10 @@ from typing import Any
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from modelopt_sparse.checks import check_choice, check_number, grouped
+from modelopt_sparse.checks import check_choice, check_number, check_whole, grouped
 from modelopt_sparse.model.hf import built, model_class
-from modelopt_sparse.reports.text import Column, Printed, by_reason, first_few, paragraph, rows_of, table
+from modelopt_sparse.reports.text import Column, Printed, by_reason, first_few, paragraph, product_of, rows_of, table
 from modelopt_sparse.reports.values import Skipped
-from modelopt_sparse.run import calibrating
 from modelopt_sparse.training.algorithms import Group, SparsityAlgorithm, Static
 from modelopt_sparse.training.iso_flop.members import (
     Activation,
@@ -24,14 +23,16 @@ from modelopt_sparse.training.iso_flop.members import (
 )
 from modelopt_sparse.training.planner import (
     BLOCKS,
-    Products,
-    Weight,
+    SparseParameter,
+    counting,
     find_weights,
+    levels_at,
     parse_filter,
+    plan_training,
     reasons,
-    zeros_by_name,
 )
 from modelopt_sparse.training.sparsity import Sparsity
+from modelopt_sparse.training.updates import Constant
 
 MEMBERS = ("wide", "parallel", "factorized", "doped")
 ISO = ("layers", "model")
@@ -109,13 +110,8 @@ class IsoPlan(Printed):
 
     def as_dict(self) -> dict[str, Any]:
         """The plan in plain values that JSON takes."""
-        return {
-            **asdict(self),
-            "live_parameters": self.live_parameters,
-            "ratio": self.ratio,
-            "model_ratio": self.model_ratio,
-            "flops": self.flops,
-        }
+        derived = ("live_parameters", "ratio", "model_ratio", "flops")
+        return {**asdict(self), **{name: getattr(self, name) for name in derived}}
 
     def text(self, *, all_rows: bool = False) -> str:
         """What ``print`` shows: equal rows folded, 100 columns. ``all_rows``: a line for each, as wide as it is."""
@@ -206,6 +202,7 @@ def sparse_ift(
     check_number("sparsity", sparsity, "[0, 1)")
     check_choice("member", member, MEMBERS)
     check_choice("iso", iso, ISO)
+    check_whole("multiple", multiple)
     level, model = float(sparsity), model_or_config
     if member == "wide":
         if include is not None:
@@ -234,20 +231,23 @@ def _put(model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
 def _with_rule(
     model: nn.Module, plan: IsoPlan, sparse: Mapping[str, list[str]], rule: Callable[[float], SparsityAlgorithm]
 ) -> SparseIFT:
-    """The new model with its sparsity, and the plan with the live weights that this leaves. ``sparse``: the names of
-    the sparse parameters of each layer."""
+    """The new model with its sparsity, and the plan with its parameters and the live weights that this leaves.
+    ``sparse``: the names of the sparse parameters of each layer."""
     if not callable(rule) or isinstance(rule, Sparsity):
         name = type(rule).__name__ if isinstance(rule, Sparsity) else "Static"
         raise ValueError(f"rule is a function of the level: rule=lambda level: {name}(level, ...)")
     group, levels = Group(), {name: layer.level for layer in plan.layers for name in sparse[layer.name]}
     for level, names in names_by_level(levels).items():
         group.add(names, rule(level))
-    zeros = zeros_by_name(model, group.members(), levels) if len(group) else {}
-    layers = [
+    chosen = plan_training(model, group.members())[1] if len(group) else []
+    levels |= levels_at(0, [weight for weight in chosen if isinstance(weight.algorithm.sparsity, Constant)])
+    zeros = {weight.name: weight.zeros_at(levels[weight.name]) for weight in chosen}
+    layers = tuple(
         replace(layer, live=layer.new_weights - sum(zeros.get(name, 0) for name in sparse[layer.name]))
         for layer in plan.layers
-    ]
-    return SparseIFT(model, group, replace(plan, layers=tuple(layers)))
+    )
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return SparseIFT(model, group, replace(plan, layers=layers, new_parameters=parameters))
 
 
 def names_by_level(levels: Mapping[str, float]) -> dict[float, list[str]]:
@@ -275,10 +275,8 @@ def _widened(model: Any, level: float, iso: str, multiple: int, example: Any) ->
     for weight in weights:
         if not why[weight.name]:
             old, new = model.get_parameter(weight.name).numel(), weight.parameter.numel()
-            words = " x ".join(map(str, weight.shape))
-            rows[weight.name] = Replaced(weight.name, old, words, new, 1 - old / new, new)
-    parameters = sum(weight.parameter.numel() for weight in weights)
-    plan = _plan(model, find_weights(model), weights, why, rows, parameters, example)
+            rows[weight.name] = Replaced(weight.name, old, product_of(weight.shape), new, 1 - old / new, new)
+    plan = _plan(model, find_weights(model), weights, why, rows, example)
     if iso == "model":
         if plan.unit is None:
             raise ValueError(f"iso='model' needs example= for the convolutions in this {type(model).__name__}")
@@ -304,32 +302,29 @@ def _replaced(
     weights = find_weights(model)
     why = _why_dense(model, weights, include)
     modules, sparse, rows = {}, {}, {}
-    parameters = sum(weight.parameter.numel() for weight in weights)
     for weight in weights:
         if why[weight.name]:
             continue
-        name, layer = weight.name.removesuffix(".weight"), weight.layer.owner
+        name, layer = weight.layer.name, weight.layer.owner
         new, words, parts, layer_level = member_of(layer, member, level, activation)
         sparse[name] = [f"{name}.{part}.weight" for part in parts]
         size = sum(parameter.numel() for parameter in new.parameters() if parameter.dim() > 1)
         rows[weight.name] = Replaced(name, weight.parameter.numel(), words, size, layer_level, size)
         if new is not layer:
             modules[name] = new
-            parameters += sum(parameter.numel() for parameter in new.parameters())
-            parameters -= sum(parameter.numel() for parameter in layer.parameters())
-    return modules, sparse, _plan(model, weights, weights, why, rows, parameters, example)
+    return modules, sparse, _plan(model, weights, weights, why, rows, example)
 
 
-def _why_dense(model: nn.Module, weights: list[Weight], include: Any) -> dict[str, str]:
+def _why_dense(model: nn.Module, weights: list[SparseParameter], include: Any) -> dict[str, str]:
     """Why layers are not replaced, by name of the parameter; "" for those that are."""
     layers = [weight for weight in weights if weight.is_layer]
     ends = {layers[0].name, layers[-1].name} if len(layers) > 2 else set()
     asked = None if include is None else parse_filter(include)
     why = reasons(model, weights, BLOCKS)
-    if asked is not None and not any(asked.matches(weight.name.removesuffix(".weight")) for weight in layers):
+    if asked is not None and not any(asked.matches(weight.layer.name) for weight in layers):
         raise ValueError(f"{asked} matches no layer of this {type(model).__name__}")
     for weight in weights:
-        name, misfit = weight.name.removesuffix(".weight"), why_not(weight.layer.owner)
+        name, misfit = weight.layer.name, why_not(weight.layer.owner)
         if not weight.is_layer or not weight.name.endswith("weight"):
             why[weight.name] = why[weight.name] or "not a layer of its own"
         elif len(weight.holders) > 1:
@@ -350,17 +345,16 @@ def _why_dense(model: nn.Module, weights: list[Weight], include: Any) -> dict[st
 
 def _plan(
     model: nn.Module,
-    before: list[Weight],
-    after: list[Weight],
+    before: list[SparseParameter],
+    after: list[SparseParameter],
     why: Mapping[str, str],
     rows: Mapping[str, Replaced],
-    parameters: int,
     example: Any,
 ) -> IsoPlan:
     """Count the costs before and after.
 
     before: the weights of the model. after: those of the new model, or the same where others stay.
-    rows: by names of weights. parameters: how many there are afterwards.
+    rows: by names of weights. How many parameters there are afterwards is filled in later.
     """
     if not rows:
         kinds = first_few(sorted(set(why.values())))
@@ -370,7 +364,7 @@ def _plan(
     unit = None if any(isinstance(module, Convolution) for module in model.modules()) else "a token"
     if example is not None:
         unit = "the example"
-        with calibrating(model), Products(before) as products:
+        with counting(model, before) as products:
             call(model, example)
         uses = {name: products.flops[name] / 2 / max(1, size) for name, size in sizes.items()}
     rest = [weight for weight in after if why[weight.name]]
@@ -379,10 +373,10 @@ def _plan(
     new_other = sum(weight.parameter.numel() * uses[weight.name] for weight in fixed)
     skipped = tuple(Skipped(weight.name, weight.type, weight.shape, why[weight.name]) for weight in rest)
     layers = tuple(replace(row, uses=uses[name]) for name, row in rows.items())
-    return IsoPlan(layers, skipped, sum(sizes.values()), parameters, fixed_cost, new_other, unit)
+    return IsoPlan(layers, skipped, sum(sizes.values()), 0, fixed_cost, new_other, unit)
 
 
-def _multiplies(weight: Weight) -> bool:
+def _multiplies(weight: SparseParameter) -> bool:
     """Whether a weight is multiplied with every token: heads are, tied ones too, and embeddings are looked up."""
     in_linear = any(isinstance(module, nn.Linear) for module in weight.holders.values())
     return len(weight.shape) > 1 and (weight.is_layer or in_linear)
