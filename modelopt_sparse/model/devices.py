@@ -36,18 +36,13 @@ def full_name(path: str, name: str) -> str:
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """The model inside its wrappers. It has the same Parameters, and names without the wrappers' prefixes."""
-    while (inner := _inside(model)) is not None:
-        model = inner
-    return model
-
-
-def _inside(module: nn.Module) -> nn.Module | None:
-    """The module that a wrapper wraps; None for any other module."""
-    if is_compiled_module(module):
-        return module.get_submodule("_orig_mod")
-    if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
-        return module.module
-    return None
+    while True:
+        if is_compiled_module(model):
+            model = model.get_submodule("_orig_mod")
+        elif isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+            model = model.module
+        else:
+            return model
 
 
 @contextmanager
@@ -250,39 +245,28 @@ def in_float32(modules: Iterable[nn.Module]) -> Iterator[None]:
 
     The Parameters stay the same objects, and hold their own values again after each call, whatever happens in it.
     """
-    running: list[tuple[nn.Module, list[tuple[Tensor, Tensor]]]] = []
 
     def cast(value: Any, dtype: torch.dtype, to: torch.dtype) -> Any:
         return map_tensors(lambda x: x.to(to) if x.dtype == dtype else x, value)
 
-    def before(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+    def widened(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         tensors = [x for x in (*module.parameters(), *module.buffers()) if x.dtype == torch.bfloat16]
         if not tensors or torch.is_grad_enabled() or has_hook(module):
-            return None
-        running.append((module, [(x, x.data) for x in tensors]))
-        for x in tensors:
-            x.data = x.data.float()
-        return cast((args, kwargs), torch.bfloat16, torch.float32)
-
-    def put_back() -> None:
-        for x, values in running.pop()[1]:
-            x.data = values
-
-    def after(module: nn.Module, args: Any, output: Any) -> Any:
-        if not running or running[-1][0] is not module:
-            return None
-        put_back()
-        return cast(output, torch.float32, torch.bfloat16)
-
-    with ExitStack() as hooks:
-        for module in modules:
-            hooks.enter_context(module.register_forward_pre_hook(before, with_kwargs=True))
-            hooks.enter_context(module.register_forward_hook(after, prepend=True, always_call=True))
+            return forward(*args, **kwargs)
+        narrow = [x.data for x in tensors]
+        args, kwargs = cast((args, kwargs), torch.bfloat16, torch.float32)
         try:
-            yield
+            for x in tensors:
+                x.data = x.data.float()
+            return cast(forward(*args, **kwargs), torch.float32, torch.bfloat16)
         finally:
-            while running:
-                put_back()
+            for x, values in zip(tensors, narrow):
+                x.data = values
+
+    with ExitStack() as ending:
+        for module in modules:
+            ending.enter_context(forward_replaced(module, functools.partial(widened, module)))
+        yield
 
 
 # memory ---------------------------------------------------------------------------------------------------------------
@@ -291,22 +275,16 @@ def in_float32(modules: Iterable[nn.Module]) -> Iterator[None]:
 CGROUPS = Path("/sys/fs/cgroup")
 
 
-def free_bytes(device: torch.device) -> int:
-    """Free bytes on an accelerator, including what torch has reserved and does not use; 0 if the device cannot tell."""
-    module = torch.get_device_module(device)
-    if not hasattr(module, "mem_get_info"):
-        return 0
-    return module.mem_get_info(device)[0] + module.memory_reserved(device) - module.memory_allocated(device)
-
-
 def bytes_of(device: torch.device) -> tuple[float, float]:
-    """(bytes that this process can ever have on a device, those that are free now); inf if that cannot be told. On the
-    CPU limits of its cgroups and of its address space (``ulimit -v``) count, and swap."""
+    """(bytes that this process can ever have on a device, those that are free now, with what torch has reserved and
+    does not use); inf if that cannot be told. On the CPU limits of its cgroups and of its address space (``ulimit -v``)
+    count, and swap."""
     if device.type not in ("cpu", "meta"):
         module: Any = torch.get_device_module(device)
         if not hasattr(module, "mem_get_info") or (device.index or 0) >= module.device_count():  # planned for another
             return math.inf, math.inf
-        return module.mem_get_info(device)[1], free_bytes(device)
+        free, most = module.mem_get_info(device)
+        return most, free + module.memory_reserved(device) - module.memory_allocated(device)
     memory, swap, process = psutil.virtual_memory(), psutil.swap_memory(), psutil.Process()
     most, free = min([memory.total, *_cgroup_limits()]), memory.available
     usage = process.memory_info()

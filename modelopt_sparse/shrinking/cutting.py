@@ -54,21 +54,6 @@ class Choice:
         return torch.zeros_like(old).index_copy(dim, stay, values)
 
 
-def cut_block(block: nn.Module, twin: nn.Module, choices: Iterable[Choice], *, values: bool = True) -> None:
-    """Cut a block in place to the size of its twin; ``values``: with better ones. One that has been cut stays so."""
-    cuts: dict[tuple[str, int], Tensor] = {}
-    whole: list[tuple[str, Tensor]] = []
-    for choice in choices:
-        span = choice.group.span
-        cuts |= choice.group.cuts(choice.stay)
-        if values and choice.values is not None and block.get_parameter(span.name).shape[span.dim] == span.old:
-            whole.append((span.name, choice.values))
-    if cuts:
-        resize_module(block, twin, cuts)
-    for name, new in whole:
-        block.get_parameter(name).data.copy_(new)
-
-
 # other forwards -------------------------------------------------------------------------------------------------------
 
 
@@ -226,8 +211,18 @@ class Cutting:
         return changed_in_calls(model, self.choices, partial(self.block, values=values))
 
     def block(self, block: nn.Module, name: str, *, values: bool = True) -> None:
-        """Cut a block in place; ``values``: with better ones."""
-        cut_block(block, self.narrow.get_submodule(name), self.choices.get(name, ()), values=values)
+        """Cut a block in place; ``values``: with better ones. One that has been cut stays so."""
+        cuts: dict[tuple[str, int], Tensor] = {}
+        new: dict[str, Tensor] = {}
+        for choice in self.choices.get(name, ()):
+            span = choice.group.span
+            cuts |= choice.group.cuts(choice.stay)
+            if values and choice.values is not None and block.get_parameter(span.name).shape[span.dim] == span.old:
+                new[span.name] = choice.values
+        if cuts:
+            resize_module(block, self.narrow.get_submodule(name), cuts)
+        for parameter_name, better in new.items():
+            block.get_parameter(parameter_name).data.copy_(better)
 
     def everything(self, model: Any, *, values: bool = True) -> None:
         """Cut what is not cut yet, which needs no data, and write the config."""
