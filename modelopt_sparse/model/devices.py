@@ -72,9 +72,10 @@ def run_eagerly(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def forward_replaced(module: nn.Module, replacement: Callable[..., Any]) -> Iterator[None]:
     """While entered, a module's forward is ``replacement(forward, *args, **kwargs)``, which gets the one of before (as
-    accelerate wraps it, if it does)."""
+    accelerate wraps it, if it does). ``previous`` of it is what the instance had before."""
     previous, forward = vars(module).get("forward"), module.forward
-    vars(module)["forward"] = functools.wraps(forward)(functools.partial(replacement, forward))
+    replaced: Any = functools.wraps(forward)(functools.partial(replacement, forward))
+    vars(module)["forward"], replaced.previous = replaced, previous
     try:
         yield
     finally:

@@ -43,8 +43,7 @@ class ExpertSums:
 
     @classmethod
     def of(cls, experts: int) -> "ExpertSums":
-        sums, products = torch.zeros(3, experts), torch.zeros(experts, experts)
-        return cls(*sums.double(), products.double())
+        return cls(*torch.zeros(3, experts).double(), products=torch.zeros(experts, experts).double())
 
     def add(self, outputs_TkR: Tensor, index_Tk: Tensor, gates_Tk: Tensor, *, inside: bool = False) -> None:
         """Add some tokens; ``inside``: gates have scaled what the experts get. An index of E or more: an expert without
