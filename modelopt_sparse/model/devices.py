@@ -10,7 +10,7 @@ import gc
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
 from dataclasses import fields, is_dataclass
 from itertools import accumulate
@@ -70,19 +70,23 @@ def run_eagerly(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def forward_replaced(module: nn.Module, replacement: Callable[..., Any]) -> Iterator[None]:
-    """While entered, a module's forward is ``replacement(forward, *args, **kwargs)``, which gets the one of before (as
-    accelerate wraps it, if it does). ``previous`` of it is what the instance had before."""
-    previous, forward = vars(module).get("forward"), module.forward
-    replaced: Any = functools.wraps(forward)(functools.partial(replacement, forward))
-    vars(module)["forward"], replaced.previous = replaced, previous
+def forwards_replaced(modules: Iterable[nn.Module], replacement: Callable[..., Any]) -> Iterator[None]:
+    """While entered, the forward of each module is ``replacement(module, forward, *args, **kwargs)``, which gets the
+    one of before (as accelerate wraps it, if it does). ``previous`` of it is what the instance had before."""
+    done: list[tuple[nn.Module, Any]] = []
     try:
+        for module in modules:
+            replaced: Any = functools.partial(replacement, module, module.forward)
+            functools.update_wrapper(replaced, module.forward)
+            replaced.previous = vars(module).get("forward")
+            done.append((module, replaced.previous))
+            vars(module)["forward"] = replaced
         yield
     finally:
-        if previous is None:
-            vars(module).pop("forward")
-        else:
-            vars(module)["forward"] = previous
+        for module, previous in reversed(done):
+            vars(module).pop("forward", None)
+            if previous is not None:
+                vars(module)["forward"] = previous
 
 
 # nested tuples, lists and mappings ------------------------------------------------------------------------------------
@@ -239,8 +243,7 @@ def widens(model: nn.Module, device: torch.device | None, choice: bool | None) -
     return on_cpu and narrow and (not multiplies_bfloat16() if choice is None else choice)
 
 
-@contextmanager
-def in_float32(modules: Iterable[nn.Module]) -> Iterator[None]:
+def in_float32(modules: Iterable[nn.Module]) -> AbstractContextManager[None]:
     """While entered, modules with weights of bfloat16 run in float32 where no gradient is asked for. Their inputs come,
     and their outputs go, in bfloat16.
 
@@ -264,10 +267,7 @@ def in_float32(modules: Iterable[nn.Module]) -> Iterator[None]:
             for x, values in zip(tensors, narrow):
                 x.data = values
 
-    with ExitStack() as ending:
-        for module in modules:
-            ending.enter_context(forward_replaced(module, functools.partial(widened, module)))
-        yield
+    return forwards_replaced(modules, widened)
 
 
 # memory ---------------------------------------------------------------------------------------------------------------

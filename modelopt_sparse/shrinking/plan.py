@@ -60,8 +60,8 @@ def shrink_config(options: Mapping[str, Any], *, only_planned: bool = False) -> 
 
 def settings_of_run(config: SparsifyConfig, request: ShrinkRequest) -> dict[str, Any]:
     """The settings of a run, for the report."""
-    own = {name: getattr(request, name) for name in ("multiple_of", "tensor_parallel", "refit")}
-    return {**config.settings(), **own}
+    names = ("multiple_of", "tensor_parallel", "refit")
+    return {**config.settings(), **{name: getattr(request, name) for name in names}}
 
 
 # what it will cost ----------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
-from modelopt_sparse.checks import is_whole
+from modelopt_sparse.checks import check_whole, is_whole
 from modelopt_sparse.methods.patterns import Unstructured, parse_pattern
 from modelopt_sparse.model.devices import full_name
 from modelopt_sparse.model.experts import LAST, RoutedAdapter
@@ -144,8 +144,7 @@ def sizes_for(model: PreTrainedModel, planned: Plan, request: ShrinkRequest) -> 
         raise ValueError(f"shrink takes {ways}; got {passed or 'none of them'}: give {WAYS}")
     if request.multiple_of != "auto" and not is_whole(request.multiple_of, 1):
         raise ValueError(f"multiple_of={request.multiple_of!r}: give 'auto' or a positive whole number")
-    if not is_whole(request.tensor_parallel, 1):
-        raise ValueError(f"tensor_parallel={request.tensor_parallel!r}: give a positive whole number of devices")
+    check_whole("tensor_parallel", request.tensor_parallel)
     if request.protect and (request.budget is not None or request.kept is not None):
         raise ValueError("protect= says which experts stay where scores choose them: give experts= or to= beside it")
     if request.budget is not None:
