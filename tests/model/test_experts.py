@@ -304,24 +304,18 @@ def in_parts(method: Recording, model: nn.Module) -> dict[str, list]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "message"),
-    [
-        (
-            "jetmoe",
-            {"experts": "all_tokens"},
-            "'model.layers.0.mlp.input_linear' is given nothing but the rows that are ",
-        ),
-        ("mixtral", {"experts": "none"}, "experts='none': allowed are 'pool', 'all_tokens', 'weight_only'"),
-        (
-            "mixtral",
-            {"memory_limit": 81_919},
-            r"one expert takes 81,920 bytes, more than memory_limit=81,919: raise it",
-        ),
-        ("mixtral", {"memory_limit": "much"}, "'much': give bytes, or a number with a unit, such as '16GB'"),
-    ],
-)
-def test_what_experts_cannot_be_solved_with_is_refused_before_any_work(name, options, message):
+# in these words
+REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
+    "'model.layers.0.mlp.input_linear' is given nothing but the rows that are ": ("jetmoe", {"experts": "all_tokens"}),
+    "experts='none': allowed are 'pool', 'all_tokens', 'weight_only'": ("mixtral", {"experts": "none"}),
+    "one expert takes 81,920 bytes, more than memory_limit=81,919: raise it": ("mixtral", {"memory_limit": 81_919}),
+    "'much': give bytes, or a number with a unit, such as '16GB'": ("mixtral", {"memory_limit": "much"}),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_experts_cannot_be_solved_with_is_refused_before_any_work(message):
+    name, options = REFUSED[message]
     with pytest.raises(ValueError, match=message):
         mts.make_plan(MODELS[name](), "sparsegpt", **options)
 
