@@ -422,6 +422,12 @@ def test_experts_and_blocks_go_together_and_are_tuned():
     assert mts.report(model).settings["refit"] is False
 
 
+def test_blocks_that_hold_all_mixtures_may_go():
+    model: Any = MODELS["glm4_moe"]()
+    mts.shrink(model, experts=1, blocks=[1], data_loader=mixtral_data(), progress=False)
+    assert (len(model.model.layers), model.config.n_routed_experts) == (1, 3)
+
+
 def test_experts_that_no_token_reached_are_named_and_go_first():
     model: Any = MODELS["glm4_moe"]()
     model.model.layers[1].mlp.gate.e_score_correction_bias[2] = -10
