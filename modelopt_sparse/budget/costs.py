@@ -122,7 +122,6 @@ class ChoiceCosts:
     @cached_property
     def open(self) -> dict[str, Unstructured]:
         """Layer -> a pattern, if it may have any sparsity: no rule gives it choices of its own, or fixes one."""
-
         patterns: dict[str, Unstructured] = {}
         for layer_plan in self.plan.layers:
             columns = layer_plan.layer.columns(layer_plan.layer.parameter)

@@ -49,7 +49,7 @@ from modelopt_sparse.calibration.forward import (
 from modelopt_sparse.calibration.state import ModelState, objects_of, with_copied_arguments
 from modelopt_sparse.model.devices import (
     flat_tensors,
-    forward_replaced,
+    forwards_replaced,
     has_hook,
     input_device,
     map_tensors,
@@ -170,8 +170,7 @@ class Calls:
                 undo.enter_context(self.run.storage.on_request())
             for module in {module for module, _ in self.data.sides[self.run.model]} - {self.run.model}:
                 undo.enter_context(module.register_forward_pre_hook(self._tell, with_kwargs=True))
-            for block in self.run.plan.blocks:
-                undo.enter_context(forward_replaced(block, partial(self._visit, block)))
+            undo.enter_context(forwards_replaced(self.run.plan.blocks, self._visit))
             yield
 
     def _tell(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:

@@ -52,9 +52,9 @@ from modelopt_sparse.plan.plan import Plan, started_with
 from modelopt_sparse.plan.planner import distributed_in, plan_for, resolve
 from modelopt_sparse.reports.report import Report
 from modelopt_sparse.run import Run
-from modelopt_sparse.shrinking.plan import HOW, checked, settings_of_run, shrink_config
-from modelopt_sparse.shrinking.shrink import criterion_of, shrink_to_one
-from modelopt_sparse.shrinking.sizes import ShrinkRequest, kept_in, sizes_for
+from modelopt_sparse.shrinking.plan import checked, settings_of_run, shrink_config
+from modelopt_sparse.shrinking.shrink import decided, shrink_to_one
+from modelopt_sparse.shrinking.sizes import ShrinkRequest, sizes_for
 
 IN_MEMORY = "load the model and call"
 UNMEASURED = (
@@ -149,10 +149,10 @@ def shrink_checkpoint(
 
     >>> report = mts.shrink_checkpoint("large", "smaller", mlp=0.25, data="text.txt", tokenizer=tokenizer)
     """
-    asked = ShrinkRequest(**{name: options.pop(name) for name in ShrinkRequest._fields if name in options})
-    choices = {"blocks_by": "influence", **{name: options.pop(name) for name in HOW if name in options}}
+    options.setdefault("blocks_by", "influence")
+    asked = ShrinkRequest.taken_from(options)
     config, instead = shrink_config(options), "give mlp=, blocks= or to="
-    budget, by_kl = asked.budget is not None, choices["blocks_by"] == "kl"
+    budget, by_kl = asked.budget is not None, asked.blocks_by == "kl"
     _refuse_whole_model(config, "shrink", [(budget, "budget", instead), (by_kl, "blocks_by='kl'", instead)])
     with Processes.of(config.distributed) as processes:
         target = _place(Path(target), source, overwrite=overwrite)
@@ -166,18 +166,18 @@ def shrink_checkpoint(
         names = _block_names(empty, plan, "shrink")
         asked = asked.in_full(plan)
         (sizes,) = sizes_for(empty, plan, asked)
-        criterion = criterion_of(asked, sizes, config, **choices)
+        request = decided(asked, sizes, config)
         calls = load_calls(config, empty)
 
         def work_on(storage: Streamed, work: WorkFolder) -> Report:
             model = storage.model
             of_model = plan_for(model, Magnitude(), config)
-            report = Report.begin((), [UNMEASURED], settings_of_run(config, asked, refit=criterion.refit))
+            report = Report.begin((), [UNMEASURED], settings_of_run(config, request))
             run = Run(model, of_model, config, storage, processes, report)
-            shrink_to_one(run, [sizes], criterion, calls=calls)
+            shrink_to_one(run, [sizes], request, calls)
             return report
 
-        facts = {**choices, **asked._asdict(), "kept": asked.kept and checksum(kept_in(asked.kept))}
+        facts = {**asked._asdict(), "kept": asked.kept and checksum(asked.kept)}
         started = started_with(plan, config) | {f"option {name}": str(value) for name, value in facts.items()}
         job = _Job(folder, names, started, calls, work_on, dtype, None, remote, spill)
         return _streamed(job, target, processes, overwrite=overwrite)

@@ -10,7 +10,7 @@ import gc
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
 from dataclasses import fields, is_dataclass
 from itertools import accumulate
@@ -36,18 +36,13 @@ def full_name(path: str, name: str) -> str:
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """The model inside its wrappers. It has the same Parameters, and names without the wrappers' prefixes."""
-    while (inner := _inside(model)) is not None:
-        model = inner
-    return model
-
-
-def _inside(module: nn.Module) -> nn.Module | None:
-    """The module that a wrapper wraps; None for any other module."""
-    if is_compiled_module(module):
-        return module.get_submodule("_orig_mod")
-    if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
-        return module.module
-    return None
+    while True:
+        if is_compiled_module(model):
+            model = model.get_submodule("_orig_mod")
+        elif isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+            model = model.module
+        else:
+            return model
 
 
 @contextmanager
@@ -75,18 +70,23 @@ def run_eagerly(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def forward_replaced(module: nn.Module, replacement: Callable[..., Any]) -> Iterator[None]:
-    """While entered, a module's forward is ``replacement(forward, *args, **kwargs)``, which gets the one of before (as
-    accelerate wraps it, if it does)."""
-    previous, forward = vars(module).get("forward"), module.forward
-    vars(module)["forward"] = functools.wraps(forward)(functools.partial(replacement, forward))
+def forwards_replaced(modules: Iterable[nn.Module], replacement: Callable[..., Any]) -> Iterator[None]:
+    """While entered, the forward of each module is ``replacement(module, forward, *args, **kwargs)``, which gets the
+    one of before (as accelerate wraps it, if it does). ``previous`` of it is what the instance had before."""
+    done: list[tuple[nn.Module, Any]] = []
     try:
+        for module in modules:
+            replaced: Any = functools.partial(replacement, module, module.forward)
+            functools.update_wrapper(replaced, module.forward)
+            replaced.previous = vars(module).get("forward")
+            done.append((module, replaced.previous))
+            vars(module)["forward"] = replaced
         yield
     finally:
-        if previous is None:
-            vars(module).pop("forward")
-        else:
-            vars(module)["forward"] = previous
+        for module, previous in reversed(done):
+            vars(module).pop("forward", None)
+            if previous is not None:
+                vars(module)["forward"] = previous
 
 
 # nested tuples, lists and mappings ------------------------------------------------------------------------------------
@@ -243,46 +243,31 @@ def widens(model: nn.Module, device: torch.device | None, choice: bool | None) -
     return on_cpu and narrow and (not multiplies_bfloat16() if choice is None else choice)
 
 
-@contextmanager
-def in_float32(modules: Iterable[nn.Module]) -> Iterator[None]:
+def in_float32(modules: Iterable[nn.Module]) -> AbstractContextManager[None]:
     """While entered, modules with weights of bfloat16 run in float32 where no gradient is asked for. Their inputs come,
     and their outputs go, in bfloat16.
 
     The Parameters stay the same objects, and hold their own values again after each call, whatever happens in it.
     """
-    running: list[tuple[nn.Module, list[tuple[Tensor, Tensor]]]] = []
 
     def cast(value: Any, dtype: torch.dtype, to: torch.dtype) -> Any:
         return map_tensors(lambda x: x.to(to) if x.dtype == dtype else x, value)
 
-    def before(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+    def widened(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         tensors = [x for x in (*module.parameters(), *module.buffers()) if x.dtype == torch.bfloat16]
         if not tensors or torch.is_grad_enabled() or has_hook(module):
-            return None
-        running.append((module, [(x, x.data) for x in tensors]))
-        for x in tensors:
-            x.data = x.data.float()
-        return cast((args, kwargs), torch.bfloat16, torch.float32)
-
-    def put_back() -> None:
-        for x, values in running.pop()[1]:
-            x.data = values
-
-    def after(module: nn.Module, args: Any, output: Any) -> Any:
-        if not running or running[-1][0] is not module:
-            return None
-        put_back()
-        return cast(output, torch.float32, torch.bfloat16)
-
-    with ExitStack() as hooks:
-        for module in modules:
-            hooks.enter_context(module.register_forward_pre_hook(before, with_kwargs=True))
-            hooks.enter_context(module.register_forward_hook(after, prepend=True, always_call=True))
+            return forward(*args, **kwargs)
+        narrow = [x.data for x in tensors]
+        args, kwargs = cast((args, kwargs), torch.bfloat16, torch.float32)
         try:
-            yield
+            for x in tensors:
+                x.data = x.data.float()
+            return cast(forward(*args, **kwargs), torch.float32, torch.bfloat16)
         finally:
-            while running:
-                put_back()
+            for x, values in zip(tensors, narrow):
+                x.data = values
+
+    return forwards_replaced(modules, widened)
 
 
 # memory ---------------------------------------------------------------------------------------------------------------
@@ -291,22 +276,16 @@ def in_float32(modules: Iterable[nn.Module]) -> Iterator[None]:
 CGROUPS = Path("/sys/fs/cgroup")
 
 
-def free_bytes(device: torch.device) -> int:
-    """Free bytes on an accelerator, including what torch has reserved and does not use; 0 if the device cannot tell."""
-    module = torch.get_device_module(device)
-    if not hasattr(module, "mem_get_info"):
-        return 0
-    return module.mem_get_info(device)[0] + module.memory_reserved(device) - module.memory_allocated(device)
-
-
 def bytes_of(device: torch.device) -> tuple[float, float]:
-    """(bytes that this process can ever have on a device, those that are free now); inf if that cannot be told. On the
-    CPU limits of its cgroups and of its address space (``ulimit -v``) count, and swap."""
+    """(bytes that this process can ever have on a device, those that are free now, with what torch has reserved and
+    does not use); inf if that cannot be told. On the CPU limits of its cgroups and of its address space (``ulimit -v``)
+    count, and swap."""
     if device.type not in ("cpu", "meta"):
         module: Any = torch.get_device_module(device)
         if not hasattr(module, "mem_get_info") or (device.index or 0) >= module.device_count():  # planned for another
             return math.inf, math.inf
-        return module.mem_get_info(device)[1], free_bytes(device)
+        free, most = module.mem_get_info(device)
+        return most, free + module.memory_reserved(device) - module.memory_allocated(device)
     memory, swap, process = psutil.virtual_memory(), psutil.swap_memory(), psutil.Process()
     most, free = min([memory.total, *_cgroup_limits()]), memory.available
     usage = process.memory_info()

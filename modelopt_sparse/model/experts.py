@@ -104,9 +104,17 @@ class _FusedAdapter(RoutedAdapter):
         rows = self.everyone(tuple(real_rows(x, token_mask) for x in inputs), expert)
         return self.hidden(module, expert, rows) if self.second else rows
 
-    @abstractmethod
     def chosen(self, inputs: tuple[Tensor, ...], experts: int) -> Iterator[Route]:
-        """The rows of the first matrix of each expert."""
+        """The rows of the first matrix of each expert that is chosen. An index of ``experts`` or more is an expert that
+        another process holds, or one without weights (LongCat-Flash)."""
+        x, index, gates, *_ = inputs
+        sizes = index.flatten().bincount(minlength=experts).tolist()
+        for expert, slots in enumerate(index.flatten().argsort(stable=True).split(sizes)[:experts]):
+            at = slots // index.shape[-1]
+            if len(slots) and self.gates_inside:
+                yield Route(expert, x[at] * gates.flatten()[slots, None], slots=slots)
+            elif len(slots):
+                yield Route(expert, x, at, slots)
 
     @abstractmethod
     def everyone(self, inputs: tuple[Tensor, ...], expert: int) -> Tensor:
@@ -119,9 +127,16 @@ class _FusedAdapter(RoutedAdapter):
         bias = stored(module, f"{name}_bias").detach()[expert].to(rows.device) if has_bias else None
         return F.linear(rows, weight, bias)
 
-    @abstractmethod
     def hidden(self, module: Any, expert: int, rows: Tensor) -> Tensor:
         """The rows of an expert's second matrix, computed from ``rows`` of the first with its present weights."""
+        gated = getattr(module, "has_gate", True)  # in transformers 5.0 all experts are gated
+        made = self.output(module, expert, rows, FIRST[0] if gated else FIRST[1])
+        if not gated:
+            return module.act_fn(made)
+        if (apply_gate := getattr(module, "_apply_gate", None)) is not None:
+            return apply_gate(made)
+        gate, up = made.chunk(2, dim=-1)
+        return module.act_fn(gate) * up
 
 
 class _InterfaceAdapter(_FusedAdapter):
@@ -136,32 +151,8 @@ class _InterfaceAdapter(_FusedAdapter):
         index = index.reshape(-1, index.shape[-1])
         return hidden.reshape(-1, hidden.shape[-1]), index, gates.reshape(len(index), -1)
 
-    def chosen(self, inputs: tuple[Tensor, ...], experts: int) -> Iterator[Route]:
-        x, index, _ = inputs
-        for expert, slots in _slots(index, experts):
-            yield Route(expert, x, slots // index.shape[-1], slots)
-
     def everyone(self, inputs: tuple[Tensor, ...], expert: int) -> Tensor:
         return inputs[0]
-
-    def hidden(self, module: Any, expert: int, rows: Tensor) -> Tensor:
-        gated = getattr(module, "has_gate", True)  # in transformers 5.0 all experts are gated
-        made = self.output(module, expert, rows, FIRST[0] if gated else FIRST[1])
-        if not gated:
-            return module.act_fn(made)
-        if (apply_gate := getattr(module, "_apply_gate", None)) is not None:
-            return apply_gate(made)
-        gate, up = made.chunk(2, dim=-1)
-        return module.act_fn(gate) * up
-
-
-def _slots(index: Tensor, experts: int) -> Iterator[tuple[int, Tensor]]:
-    """(expert, where it stands in the flat index of chosen experts [tokens, k]), of those that were chosen. An index of
-    E or more is an expert that another process holds, or one without weights (LongCat-Flash)."""
-    sizes = index.flatten().bincount(minlength=experts).tolist()
-    for expert, slots in enumerate(index.flatten().argsort(stable=True).split(sizes)[:experts]):
-        if len(slots):
-            yield expert, slots
 
 
 class _Llama4Adapter(_FusedAdapter):
@@ -180,18 +171,9 @@ class _Llama4Adapter(_FusedAdapter):
         index = logits.topk(module.top_k, dim=1).indices
         return hidden, index, scores.gather(1, index), logits
 
-    def chosen(self, inputs: tuple[Tensor, ...], experts: int) -> Iterator[Route]:
-        x, index, gates, _ = inputs
-        for expert, slots in _slots(index, experts):
-            yield Route(expert, x[slots // index.shape[-1]] * gates.flatten()[slots, None], slots=slots)
-
     def everyone(self, inputs: tuple[Tensor, ...], expert: int) -> Tensor:
         x, _, gates, logits = inputs
         return x * logits[:, expert, None].float().sigmoid().to(gates.dtype)
-
-    def hidden(self, module: Any, expert: int, rows: Tensor) -> Tensor:
-        gate, up = (rows @ stored(module, FIRST[0]).detach()[expert].to(rows.device)).chunk(2, dim=-1)
-        return up * module.act_fn(gate)
 
 
 class _ParallelAdapter(RoutedAdapter):
@@ -282,11 +264,10 @@ def find_mixtures(model: nn.Module) -> dict[nn.Module, Mixture]:
         if not isinstance(router, nn.Module):
             continue
         for child in parent.children():
-            if _is(child, "Llama4TextExperts"):
+            sorted_rows = any(kind.endswith("ParallelExperts") for kind in _kinds(child))
+            if "Llama4TextExperts" in _kinds(child):
                 mixtures[child] = Mixture(hooked_module=parent)
-            elif dense_class(router).__name__.endswith("TopKGating") and any(
-                base.__name__.endswith("ParallelExperts") for base in type(child).__mro__
-            ):
+            elif sorted_rows and dense_class(router).__name__.endswith("TopKGating"):
                 mixtures[child] = Mixture(router=router)
     return mixtures
 
@@ -297,7 +278,7 @@ def expert_adapter(module: nn.Module, param: str, mixture: Mixture) -> Adapter |
     None for a parameter that belongs to no fused experts.
     """
     weight = module.get_parameter(param)
-    if _has_interface(module) or any(_is(module, name) for name in LIKE_INTERFACE):
+    if _has_interface(module) or not _kinds(module).isdisjoint(LIKE_INTERFACE):
         if weight.dim() == 3 and param in (*FIRST, SECOND):
             return DOWN if param == SECOND else UP
         if weight.dim() == 2 and param.endswith("_bias"):
@@ -308,7 +289,7 @@ def expert_adapter(module: nn.Module, param: str, mixture: Mixture) -> Adapter |
         return LLAMA4_DOWN if param == SECOND else LLAMA4_UP
     if mixture.router is not None and param == "weight":
         return PARALLEL
-    if _is(module, "InklingSharedExperts"):
+    if "InklingSharedExperts" in _kinds(module):
         return SHARED_DOWN if param == SECOND else SHARED_UP
     if param in (*FIRST, SECOND, "gate_proj", "w1", "w2", "w3") or "experts" in dense_class(module).__name__.lower():
         name = f"{dense_class(module).__name__}.{param}"
@@ -321,6 +302,6 @@ def _has_interface(module: nn.Module) -> bool:
     return callable(getattr(module, "_apply_gate", None)) and isinstance(getattr(module, "is_transposed", None), bool)
 
 
-def _is(module: nn.Module, name: str) -> bool:
-    """Whether the module's class or one of its base classes has this name."""
-    return any(base.__name__ == name for base in type(module).__mro__)
+def _kinds(module: nn.Module) -> set[str]:
+    """The names of the module's class and of its base classes."""
+    return {base.__name__ for base in type(module).__mro__}

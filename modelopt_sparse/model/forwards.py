@@ -42,8 +42,10 @@ def has_own_forward(module: nn.Module, cls: type) -> bool:
 
 def _replaced_forward(module: nn.Module) -> Callable[[Tensor], Any] | None:
     """The forward that the instance has in the place of its class's, unless accelerate has put it there, or left its
-    class's own there, bound."""
-    forward = vars(module).get("forward")
+    class's own there, bound, or `forwards_replaced` has for a while."""
+    forward: Any = vars(module).get("forward")
+    while hasattr(forward, "previous"):
+        forward = forward.previous
     return None if has_hook(module) or getattr(forward, "__func__", None) is type(module).forward else forward
 
 

@@ -659,32 +659,40 @@ def write_zeros(tensor: Tensor, mask: Tensor) -> None:
     The bits of each number are multiplied by its mask, as integers. torch's `masked_fill_` and `where` go number by
     number on a CPU, and take about six times as long (examples/benchmarks/masks.py).
     """
-    integers = INTEGERS.get(tensor.element_size())
-    if integers is None or is_sharded(tensor) or tensor.layout != torch.strided:
+    if (integers := _integers(tensor)) is None:
         tensor.masked_fill_(~mask, 0)
         return
     for numbers, part in _pieces(tensor.view(integers), mask):
         numbers.mul_(part)
 
 
-def _pieces(tensor: Tensor, mask: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """A tensor and its mask in pieces that stay in a CPU's cache; as a whole where they are small, or on a GPU."""
-    piece = PIECE // tensor.element_size() * torch.get_num_threads()
-    if tensor.device.type != "cpu" or tensor.numel() <= piece:
-        yield tensor, mask
-    elif tensor.is_contiguous() and mask.is_contiguous():
-        yield from zip(tensor.view(-1).split(piece), mask.view(-1).split(piece))
+def _integers(tensor: Tensor) -> torch.dtype | None:
+    """What the numbers of a tensor are multiplied as; None if it is no plain tensor, or its numbers are too long."""
+    plain = tensor.layout == torch.strided and not is_sharded(tensor)
+    return INTEGERS.get(tensor.element_size()) if plain else None
+
+
+def _pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Tensors of one shape in pieces that stay in a CPU's cache; as a whole where they are small, or on a GPU."""
+    first = tensors[0]
+    piece = PIECE // first.element_size() * torch.get_num_threads()
+    if first.device.type != "cpu" or first.numel() <= piece:
+        yield tensors
+    elif all(x.is_contiguous() for x in tensors):
+        yield from zip(*(x.view(-1).split(piece) for x in tensors))
     else:
-        rows = max(1, piece * len(tensor) // tensor.numel())
-        yield from zip(tensor.split(rows), mask.split(rows))
+        rows = max(1, piece * len(first) // first.numel())
+        yield from zip(*(x.split(rows) for x in tensors))
 
 
 def masked_copy(weight: Tensor, mask: Tensor) -> Tensor:
     """A copy with +0.0 wherever ``mask`` is False, through which gradients and transforms pass."""
-    if torch.is_grad_enabled() or is_sharded(weight) or is_recorded(weight):
+    integers = _integers(weight)
+    if integers is None or torch.is_grad_enabled() or is_recorded(weight):
         return weight.masked_fill(~mask, 0)  # not `where`, which would take its memory layout from the mask
-    copy = weight.clone()
-    write_zeros(copy, mask)
+    copy = torch.empty_like(weight)
+    for numbers, part, into in _pieces(weight.view(integers), mask, copy.view(integers)):
+        torch.mul(numbers, part, out=into)
     return copy
 
 
@@ -719,17 +727,7 @@ def _cut(holder: Callable[[], Any], name: str, gradient: Tensor) -> Tensor | Non
     masked_by, *versions = getattr(gradient, "masked", (None,))
     if masked_by is mask and versions == [mask._version, gradient._version]:
         return None
-    mask = mask_like(mask, gradient)
-    if torch.is_grad_enabled() or is_sharded(gradient) or is_recorded(gradient):
-        return torch.where(mask, gradient, 0)  # differentiable once more
-    masked = torch.empty_like(gradient)  # somebody else may have this one
-    integers = INTEGERS.get(gradient.element_size())
-    if integers is None or masked.stride() != gradient.stride():
-        return gradient.masked_fill(~mask, 0)
-    pieces = zip(_pieces(gradient.view(integers), mask), _pieces(masked.view(integers), mask))
-    for (numbers, part), (into, _) in pieces:
-        torch.mul(numbers, part, out=into)
-    return masked
+    return masked_copy(gradient, mask_like(mask, gradient))  # somebody else may have this one
 
 
 class _CutInPlace(torch.autograd.Function):

@@ -3,7 +3,7 @@
 Shapes: T rows (predictions of real tokens), V their vocabulary or classes.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -185,15 +185,14 @@ class _Divergence(torch.autograd.Function):
     def forward(ctx: Any, p_TV: Tensor, q_TV: Tensor, temperature: float) -> Tensor:
         ctx.save_for_backward(p_TV, q_TV)
         ctx.temperature = temperature
-        return torch.cat([_rows(p, q, temperature) for p, q in zip(_pieces(p_TV), _pieces(q_TV))])
+        return torch.cat([_rows(p, q, temperature) for p, q in _pieces(p_TV, q_TV)])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient_T: Tensor) -> tuple[None, Tensor, None]:  # type: ignore[override]  # torch leaves it open
         p_TV, q_TV = ctx.saved_tensors
         result_TV = torch.empty_like(q_TV)
-        size = _rows_of_a_piece(q_TV)
-        for p, q, gradient, result in zip(_pieces(p_TV), _pieces(q_TV), gradient_T.split(size), _pieces(result_TV)):
+        for p, q, gradient, result in _pieces(p_TV, q_TV, gradient_T, result_TV):
             log_p, log_q = _log_probabilities(p, q, ctx.temperature)
             scale = (gradient / ctx.temperature).to(log_q.dtype).unsqueeze(-1)
             slope = log_q.exp_().sub_(log_p.exp_()).mul_(scale)
@@ -214,10 +213,8 @@ def _log_probabilities(p: Tensor, q: Tensor, temperature: float) -> tuple[Tensor
     return p.log_softmax(-1), q.log_softmax(-1)
 
 
-def _rows_of_a_piece(logits_TV: Tensor) -> int:
+def _pieces(logits_TV: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """The same rows of all of them, so many at a time that those of the logits make a piece."""
     size = CPU_PIECE if logits_TV.device.type == "cpu" else DEVICE_PIECE
-    return max(1, size // logits_TV.shape[-1])
-
-
-def _pieces(logits_TV: Tensor) -> tuple[Tensor, ...]:
-    return logits_TV.split(_rows_of_a_piece(logits_TV))
+    rows = max(1, size // logits_TV.shape[-1])
+    return zip(*(x.split(rows) for x in (logits_TV, *others)))

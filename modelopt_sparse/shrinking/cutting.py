@@ -1,8 +1,8 @@
 """What is cut of a model: which channels, experts and blocks stay; and the model without the others, in calls and for
 good."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from modelopt_sparse.accuracy.tuning import called_with
 from modelopt_sparse.calibration.forward import CalibrationData
 from modelopt_sparse.methods.scores import Magnitude
-from modelopt_sparse.model.devices import flat_tensors, forward_replaced
+from modelopt_sparse.model.devices import flat_tensors, forwards_replaced
 from modelopt_sparse.plan.plan import Plan
 from modelopt_sparse.plan.planner import plan_for
 from modelopt_sparse.shrinking.resize import ChannelGroup, ExpertGroup, clone, resize_module, select, write_aliases
@@ -54,41 +54,17 @@ class Choice:
         return torch.zeros_like(old).index_copy(dim, stay, values)
 
 
-def cut_block(block: nn.Module, twin: nn.Module, choices: Iterable[Choice], *, values: bool = True) -> None:
-    """Cut a block in place to the size of its twin; ``values``: with better ones. One that has been cut stays so."""
-    cuts: dict[tuple[str, int], Tensor] = {}
-    whole: list[tuple[str, Tensor]] = []
-    for choice in choices:
-        span = choice.group.span
-        cuts |= choice.group.cuts(choice.stay)
-        if values and choice.values is not None and block.get_parameter(span.name).shape[span.dim] == span.old:
-            whole.append((span.name, choice.values))
-    if cuts:
-        resize_module(block, twin, cuts)
-    for name, new in whole:
-        block.get_parameter(name).data.copy_(new)
-
-
 # other forwards -------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def forwards_replaced(model: nn.Module, names: Iterable[str], replacement: Callable[..., Any]) -> Iterator[None]:
-    """While entered, the forward of each of these blocks is ``replacement(name, forward, *args, **kwargs)``."""
-    with ExitStack() as ending:
-        for name in names:
-            ending.enter_context(forward_replaced(model.get_submodule(name), partial(replacement, name)))
-        yield
 
 
 def skipped(model: nn.Module, names: Iterable[str]) -> AbstractContextManager[None]:
     """While entered, these blocks put out what they are called with, wherever else they are called."""
 
-    def skip(_: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def skip(_: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         output, hidden = forward(*args, **kwargs), flat_tensors((args, kwargs))[0]
         return hidden if isinstance(output, Tensor) else (hidden, *output[1:])
 
-    return forwards_replaced(model, names, skip)
+    return forwards_replaced(map(model.get_submodule, names), skip)
 
 
 def changed_in_calls(
@@ -96,13 +72,15 @@ def changed_in_calls(
 ) -> AbstractContextManager[None]:
     """While entered, each call of a block of these ``names`` runs a copy of it that ``change`` has changed in place."""
 
-    def call(name: str, _: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        changed = clone(model.get_submodule(name), hooks=False)
+    blocks = {model.get_submodule(name): name for name in names}
+
+    def call(block: nn.Module, _: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        changed = clone(block, hooks=False)
         vars(changed).pop("forward")
-        change(changed, name)
+        change(changed, blocks[block])
         return changed.forward(*args, **kwargs)
 
-    return forwards_replaced(model, names, call)
+    return forwards_replaced(blocks, call)
 
 
 def first_output(data: CalibrationData) -> Tensor:
@@ -226,8 +204,18 @@ class Cutting:
         return changed_in_calls(model, self.choices, partial(self.block, values=values))
 
     def block(self, block: nn.Module, name: str, *, values: bool = True) -> None:
-        """Cut a block in place; ``values``: with better ones."""
-        cut_block(block, self.narrow.get_submodule(name), self.choices.get(name, ()), values=values)
+        """Cut a block in place; ``values``: with better ones. One that has been cut stays so."""
+        cuts: dict[tuple[str, int], Tensor] = {}
+        new: dict[str, Tensor] = {}
+        for choice in self.choices.get(name, ()):
+            span = choice.group.span
+            cuts |= choice.group.cuts(choice.stay)
+            if values and choice.values is not None and block.get_parameter(span.name).shape[span.dim] == span.old:
+                new[span.name] = choice.values
+        if cuts:
+            resize_module(block, self.narrow.get_submodule(name), cuts)
+        for parameter_name, better in new.items():
+            block.get_parameter(parameter_name).data.copy_(better)
 
     def everything(self, model: Any, *, values: bool = True) -> None:
         """Cut what is not cut yet, which needs no data, and write the config."""

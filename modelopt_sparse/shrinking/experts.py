@@ -3,7 +3,6 @@
 Shape letters: R rows, T tokens, k experts chosen for each, E experts.
 """
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -18,10 +17,11 @@ from modelopt_sparse.calibration.forward import CalibrationData, NumberedCall
 from modelopt_sparse.calibration.stats import no_data_message
 from modelopt_sparse.model.layers import Layer, real_rows
 from modelopt_sparse.run import Run
-from modelopt_sparse.shrinking.cutting import Choice, changed_in_calls, cut_block
-from modelopt_sparse.shrinking.importance import Criterion, by_block
+from modelopt_sparse.shrinking.cutting import Choice, Cutting, changed_in_calls
+from modelopt_sparse.shrinking.importance import by_block
 from modelopt_sparse.shrinking.least_squares import RoutedCall, largest, refit_experts
 from modelopt_sparse.shrinking.resize import ExpertGroup
+from modelopt_sparse.shrinking.sizes import ShrinkRequest
 
 TOKENS = 1024  # whose outputs are multiplied with each other at a time
 
@@ -43,8 +43,7 @@ class ExpertSums:
 
     @classmethod
     def of(cls, experts: int) -> "ExpertSums":
-        tokens, gates, gated_norms, *products = torch.zeros(3 + experts, experts, dtype=torch.float64)
-        return cls(tokens, gates, gated_norms, torch.stack(products))
+        return cls(*torch.zeros(3, experts).double(), products=torch.zeros(experts, experts).double())
 
     def add(self, outputs_TkR: Tensor, index_Tk: Tensor, gates_Tk: Tensor, *, inside: bool = False) -> None:
         """Add some tokens; ``inside``: gates have scaled what the experts get. An index of E or more: an expert without
@@ -75,13 +74,6 @@ class ExpertSums:
         mean = self.gated_norms / self.tokens.clamp_min(1)
         return {"reap": mean, "reap_sum": self.gated_norms, "frequency": self.tokens}[criterion]
 
-    def kept_by(self, criterion: str, groups: int, count: int, protected: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
-        """Choose ``count`` experts, as many in each of ``groups`` -> (indices, ascending; a score for each expert)."""
-        scores = self.scores(criterion)
-        in_groups = scores.index_fill(0, torch.tensor(protected, dtype=torch.long), torch.inf).view(groups, -1)
-        stay = [largest(group_scores, count // groups) for group_scores in in_groups]
-        return torch.cat([experts + group * in_groups.shape[1] for group, experts in enumerate(stay)]), scores
-
     def error_without(self, stay: Tensor) -> float:
         """The relative squared error of the mixture's output without the other experts, where tokens that were routed
         to these get nothing in their place."""
@@ -89,11 +81,14 @@ class ExpertSums:
         gone[stay] = False
         return float(self.products[gone][:, gone].sum() / self.products.sum().clamp_min(1e-300))
 
-    def choice(self, mixture: ExpertGroup, criterion: Criterion) -> Choice:
-        """Choose the experts of a mixture that stay, by a criterion."""
-        fixed = criterion.fixed.get(mixture.consumer.name)
+    def choice(self, mixture: ExpertGroup, request: ShrinkRequest) -> Choice:
+        """Choose the experts of a mixture that stay, by the criterion, as many in each group."""
+        fixed = request.fixed.get(mixture.consumer.name)
         if fixed is None:
-            stay, scores = self.kept_by(criterion.name, mixture.groups, mixture.span.new, mixture.protected)
+            scores, groups = self.scores(request.criterion), mixture.groups
+            in_groups = scores.index_fill(0, torch.tensor(mixture.protected, dtype=torch.long), torch.inf)
+            stay = largest(in_groups.view(groups, -1), mixture.span.new // groups)
+            stay = (stay + torch.arange(groups)[:, None] * (len(scores) // groups)).flatten()
         else:
             stay, scores = torch.tensor(list(fixed)), torch.zeros(0)
         gates_gone = 1 - float(self.gates[stay].sum() / self.gates.sum().clamp_min(1e-300))
@@ -101,28 +96,24 @@ class ExpertSums:
 
 
 def experts(
-    data: CalibrationData,
-    mixtures: Mapping[str, Sequence[ExpertGroup]],
-    batches: BatchNumbers,
-    criterion: Criterion,
-    narrow: nn.Module,
+    data: CalibrationData, cutting: Cutting, batches: BatchNumbers, request: ShrinkRequest
 ) -> dict[str, list[Choice]]:
-    """Block -> what stays of the experts of each of its ``mixtures``. One pass over the model as it is now; with refit
-    each block runs twice more, cut to its size in ``narrow``."""
+    """Block -> what stays of the experts of each of its mixtures. One pass over the model as it is now; with refit each
+    block runs twice more, cut to its size."""
 
     def choose(task: BlockTask, inputs: Inputs, run: Run) -> list[Choice]:
-        by_layer = {mixture.consumer.name: mixture for mixture in mixtures[task.name]}
+        by_layer = {mixture.consumer.name: mixture for mixture in cutting.groups[task.name]}
         sums = {name: ExpertSums.of(mixture.span.old) for name, mixture in by_layer.items()}
-        seen = _SeenExperts(sums, run, whole=criterion.refit)
+        seen = _SeenExperts(sums, run, whole=bool(request.refit))
         consumers = [layer_plan for layer_plan in task.layer_plans if layer_plan.name in by_layer]
-        inputs.collect(consumers, seen.see, seen.begin, go_on=not criterion.refit)
-        choices = [seen.of_all(name).choice(mixture, criterion) for name, mixture in by_layer.items()]
-        if criterion.refit:
-            choices = _refitted(task, choices, seen, inputs, batches, narrow)
+        inputs.collect(consumers, seen.see, seen.begin, go_on=not request.refit)
+        choices = [seen.of_all(name).choice(mixture, request) for name, mixture in by_layer.items()]
+        if request.refit:
+            choices = _refitted(task, replace(cutting, choices={task.name: choices}), seen, inputs, batches)
             inputs.advance()
         return choices
 
-    return by_block(data, "choose experts", mixtures, choose)
+    return by_block(data, "choose experts", cutting.groups, choose)
 
 
 @dataclass
@@ -172,21 +163,16 @@ class _SeenExperts:
 
 
 def _refitted(
-    task: BlockTask,
-    choices: Sequence[Choice],
-    seen: _SeenExperts,
-    inputs: Inputs,
-    batches: BatchNumbers,
-    narrow: nn.Module,
+    task: BlockTask, cutting: Cutting, seen: _SeenExperts, inputs: Inputs, batches: BatchNumbers
 ) -> list[Choice]:
-    """Fit the experts that stay by a pass over the smaller block -> the choices with better values."""
-    run = seen.run
+    """Fit the experts that stay by a pass over the smaller block -> its choices with better values."""
+    run, choices = seen.run, cutting.choices[task.name]
     paths = {module: path for path, module in task.block.named_modules()} if task.block is not None else {}
     calls: dict[str, list[RoutedCall]] = {choice.group.consumer.name: [] for choice in choices}
     modules: dict[str, nn.Module] = {}
 
     def change(block: nn.Module, name: str) -> None:
-        cut_block(block, narrow.get_submodule(name), choices, values=False)
+        cutting.block(block, name, values=False)
         for choice in choices:
             layer = choice.group.consumer
             modules[layer.name] = block.get_submodule(paths[layer.owner])

@@ -5,7 +5,7 @@ that stay, B batch, S sequence.
 """
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -26,9 +26,10 @@ from modelopt_sparse.model.layers import Layer
 from modelopt_sparse.plan.plan import LayerPlan
 from modelopt_sparse.reports.values import Shrunk
 from modelopt_sparse.run import Run
-from modelopt_sparse.shrinking.cutting import Choice, skipped
+from modelopt_sparse.shrinking.cutting import Choice, Cutting, skipped
 from modelopt_sparse.shrinking.least_squares import gram_scores, judging_calls, largest, least_squares
 from modelopt_sparse.shrinking.resize import BlockCount, ChannelGroup
+from modelopt_sparse.shrinking.sizes import ShrinkRequest
 
 Found = TypeVar("Found")
 CRITERIA = ("gram", "norm", "minitron")  # of channels, and of experts; the first is the default
@@ -87,7 +88,7 @@ def blocks(judge: Judge, depth: BlockCount, gone: int, run: Run, shrunk: Shrunk)
                     divergences[index] = judge.kl(numbers)
         if not divergences:
             raise ValueError(f"no block of {depth.stack!r} can go: {OTHER_KIND}")
-        stay.remove(min(divergences, key=lambda index: (divergences[index], index)))
+        stay.remove(min(divergences, key=divergences.__getitem__))  # the first of equal ones
         shrunk.tried.append({depth.blocks[index]: divergence for index, divergence in divergences.items()})
     return stay
 
@@ -113,7 +114,7 @@ def blocks_by_influence(
     shrunk.tried.append({depth.blocks[index]: value for index, value in influences.items()})
     model: Any = data.run.model
     stay = list(range(len(depth.blocks)))
-    for index in sorted(influences, key=lambda index: (influences[index], index)):
+    for index in sorted(influences, key=influences.__getitem__):
         rest = [i for i in stay if i != index]
         with suppress(ValueError):
             depth.check(rest, model)
@@ -148,20 +149,6 @@ def _influence(inputs: AtBlock, batches: BatchNumbers) -> float:
 # channels -------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Criterion:
-    """How the parts of a model that go are chosen.
-
-    name: the score of channels or experts. refit: whether what takes them gets better values.
-    fixed: layer name -> the channels, or experts, that stay, chosen before. blocks: the score of blocks.
-    """
-
-    name: str
-    refit: bool
-    fixed: Mapping[str, Sequence[int]]
-    blocks: str = "kl"
-
-
 @dataclass
 class _Seen:
     """Collects the sums of the inputs of layers that take a block's channels, apart for the batches that judge.
@@ -192,19 +179,19 @@ class _Seen:
 
 
 def channels(
-    data: CalibrationData, groups: Mapping[str, Sequence[ChannelGroup]], batches: BatchNumbers, criterion: Criterion
+    data: CalibrationData, cutting: Cutting, batches: BatchNumbers, request: ShrinkRequest
 ) -> dict[str, list[Choice]]:
-    """Block -> what stays of the channels of each of its ``groups``. One pass over the model as it is now."""
+    """Block -> what stays of each of its groups of channels. One pass over the model as it is now."""
 
     def choose(task: BlockTask, inputs: Inputs, run: Run) -> list[Choice]:
-        by_layer = {group.consumer.name: group for group in groups[task.name]}
+        by_layer = {group.consumer.name: group for group in cutting.groups[task.name]}
         consumers = [layer_plan for layer_plan in task.layer_plans if layer_plan.name in by_layer]
         sums = _sums(consumers, inputs, batches, run)
-        choices = [_choice(by_layer[name], *layer_sums, criterion) for name, layer_sums in sums.items()]
+        choices = [_choice(by_layer[name], *layer_sums, request) for name, layer_sums in sums.items()]
         hold = run.storage.hold_weights
         return [x if x.values is None else replace(x, values=hold(x.values)) for x in choices]
 
-    return by_block(data, "choose channels", groups, choose)
+    return by_block(data, "choose channels", cutting.groups, choose)
 
 
 def by_block(
@@ -254,19 +241,18 @@ def _sums(
 
 
 def _choice(
-    group: ChannelGroup, fitted_CC: Tensor, judging_CC: Tensor, absolute_C: Tensor, criterion: Criterion
+    group: ChannelGroup, fitted_CC: Tensor, judging_CC: Tensor, absolute_C: Tensor, request: ShrinkRequest
 ) -> Choice:
     layer, count = group.consumer, group.span.new
     weight_RC = layer.matrix(layer.values).to(fitted_CC.device)
     gram_CC = fitted_CC + judging_CC
-    if layer.name in criterion.fixed:
-        scores = torch.zeros(0)
-        stay = torch.tensor(list(criterion.fixed[layer.name]), device=gram_CC.device)
-    elif criterion.name == "gram":
+    if (fixed := request.fixed.get(layer.name)) is not None:
+        scores, stay = torch.zeros(0), torch.tensor(list(fixed), device=gram_CC.device)
+    elif request.criterion == "gram":
         stay, scores = gram_scores(weight_RC, gram_CC, count)
     else:
-        scores = (gram_CC.diagonal() if criterion.name == "norm" else absolute_C).sqrt()
+        scores = (gram_CC.diagonal() if request.criterion == "norm" else absolute_C).sqrt()
         stay = largest(scores, count)
     new_RK, as_is, least = least_squares(weight_RC, stay, fitted_CC, judging_CC)
-    values = layer.unmatrix(new_RK).to(layer.values.device) if criterion.refit else None
-    return Choice(group, stay.cpu(), scores.cpu(), values, (as_is, least if criterion.refit else as_is))
+    values = layer.unmatrix(new_RK).to(layer.values.device) if request.refit else None
+    return Choice(group, stay.cpu(), scores.cpu(), values, (as_is, least if request.refit else as_is))

@@ -60,9 +60,9 @@ def gram_scores(weight_RC: Tensor, gram_CC: Tensor, count: int, chunk: int = CHU
         left = left[stay]
 
 
-def largest(scores_C: Tensor, count: int) -> Tensor:
-    """The indices of the ``count`` largest scores, ascending; of equal ones the first."""
-    return scores_C.argsort(descending=True, stable=True)[:count].sort().values
+def largest(scores: Tensor, count: int) -> Tensor:
+    """The indices of the ``count`` largest scores in each row ``[..., C]``, ascending; of equal ones the first."""
+    return scores.argsort(descending=True, stable=True)[..., :count].sort().values
 
 
 DAMPINGS = (1e-3, 1e-2, 1e-1, 1.0)  # of the mean of the Gram matrix's diagonal
@@ -109,42 +109,36 @@ SWEEPS = 2
 class RoutedCall:
     """The real tokens of one call of a smaller mixture, in call ``number`` of the model in this process.
 
-    residual: ``[T, R]``, the whole mixture's output less the smaller one's.
-    routes, gates: expert -> its tokens, and their gates ``[tokens, 1]`` where these scale what it puts out.
-    chosen: k. energy: of the whole mixture's output.
+    residual: ``[T, R]``, the whole mixture's output less the smaller one's. energy: of the former.
+    routes, tokens, gates: expert -> its rows, which of the T tokens these are, and their gates ``[rows, 1]`` where they
+      scale what it puts out.
     """
 
     number: int
     residual: Tensor
-    routes: dict[int, Route]
-    gates: dict[int, Tensor | float]
-    chosen: int
     energy: float
+    routes: dict[int, Route]
+    tokens: dict[int, Tensor]
+    gates: dict[int, Tensor | float]
 
     @classmethod
     def of(cls, number: int, module: Any, adapter: Any, inputs: tuple[Tensor, ...], whole_TR: Tensor) -> "RoutedCall":
         """Read the adapter's ``inputs`` of a call of the experts. ``whole_TR``: the output of the whole mixture."""
         _, index_Tk, gates, *_ = inputs
         gates_Tk = (gates if gates.shape == index_Tk.shape else gates.gather(1, index_Tk)).float()
-        routes = {route.expert: route for route in adapter.chosen(inputs, len(stored(module, SECOND)))}
-        factors: dict[int, Tensor | float] = dict.fromkeys(routes, 1.0)
-        if not adapter.gates_inside:
-            factors = {expert: gates_Tk.flatten()[route.slots, None] for expert, route in routes.items()}
-        energy = float(whole_TR.float().double().square().sum())
-        call = cls(number, whole_TR.float().clone(), routes, factors, index_Tk.shape[1], energy)
-        for expert, route in routes.items():
-            rows = adapter.hidden(module, expert, route.rows)
-            call.subtract_output(expert, adapter.output(module, expert, rows).float() * factors[expert])
+        call = cls(number, whole_TR.float().clone(), float(whole_TR.float().double().square().sum()), {}, {}, {})
+        for route in adapter.chosen(inputs, len(stored(module, SECOND))):
+            call.routes[route.expert] = route
+            call.tokens[route.expert] = route.slots // index_Tk.shape[1]
+            call.gates[route.expert] = 1.0 if adapter.gates_inside else gates_Tk.flatten()[route.slots, None]
+            rows = adapter.hidden(module, route.expert, route.rows)
+            made = adapter.output(module, route.expert, rows).float() * call.gates[route.expert]
+            call.subtract_output(route.expert, made)
         return call
-
-    def tokens(self, expert: int) -> Tensor:
-        slots = self.routes[expert].slots
-        assert slots is not None
-        return slots // self.chosen
 
     def subtract_output(self, expert: int, added: Tensor) -> None:
         """Take what an expert puts out, or puts out more, ``[tokens, R]``, from the residual."""
-        self.residual.index_add_(0, self.tokens(expert), added, alpha=-1)
+        self.residual.index_add_(0, self.tokens[expert], added, alpha=-1)
 
 
 def refit_experts(
@@ -169,7 +163,7 @@ def refit_experts(
         seen = [adapter.hidden(module, expert, x.routes[expert].rows).float() * x.gates[expert] for x in routed]
         sums: dict[bool, Tensor] = {}  # of the calls that judge, and of the others
         for call, rows in zip(routed, seen):
-            judges, both = call.number in judging, torch.cat([rows, call.residual[call.tokens(expert)]], dim=1)
+            judges, both = call.number in judging, torch.cat([rows, call.residual[call.tokens[expert]]], dim=1)
             sums[judges] = add_product(sums.get(judges), both)
         sums = {judges: completed(gram) for judges, gram in sums.items()}
         grams = run.processes.sum_by_key("statistics", sums, matrices_ERC.device)

@@ -27,7 +27,6 @@ TAKEN = (
     *("batch_size", "seed", "self_data", "count_padding", "quality", "reconstruct", "distill", "device", "autocast"),
     *("progress", "distributed", "split_data", "output", "divergence"),
 )
-HOW = ("criterion", "refit", "blocks_by")
 BATCH_WINDOWS = 4  # of text in a batch, or fewer, so that there are four batches: some fit, and others judge
 STALE = "parameters that change are new ones: make an optimizer afterwards"
 # names that users of other tools know, and what is not built -> what to do
@@ -42,7 +41,7 @@ def shrink_config(options: Mapping[str, Any], *, only_planned: bool = False) -> 
     """The options of `shrink` that it has in common with `sparsify`, checked."""
     for name in options.keys() & HINTS.keys():
         raise ValueError(f"option {name!r} is not known to shrink: {HINTS[name]}")
-    refuse_unknown(options, [*ShrinkRequest._fields, *HOW, *TAKEN])
+    refuse_unknown(options, [*ShrinkRequest._fields, *TAKEN])
     quality_options = {} if options.get("quality") is None else dict(quality_of(options["quality"]).options)
     quality_options.pop("polish", None)
     chosen = {**quality_options, **options}
@@ -59,10 +58,10 @@ def shrink_config(options: Mapping[str, Any], *, only_planned: bool = False) -> 
     return config
 
 
-def settings_of_run(config: SparsifyConfig, request: ShrinkRequest, *, refit: bool) -> dict[str, Any]:
+def settings_of_run(config: SparsifyConfig, request: ShrinkRequest) -> dict[str, Any]:
     """The settings of a run, for the report."""
-    sizes = {"multiple_of": request.multiple_of, "tensor_parallel": request.tensor_parallel}
-    return {**config.settings(), **sizes, "refit": refit}
+    names = ("multiple_of", "tensor_parallel", "refit")
+    return {**config.settings(), **{name: getattr(request, name) for name in names}}
 
 
 # what it will cost ----------------------------------------------------------------------------------------------------
@@ -107,15 +106,14 @@ def plan_shrink(model: nn.Module, *, batch_size: int | None = None, length: int 
     Raises ValueError for what cannot work, with the model's own reasons.
     """
     plain = checked(model)
-    request = ShrinkRequest(**{name: options.pop(name) for name in ShrinkRequest._fields if name in options})
-    refit = {name: options.pop(name) for name in HOW if name in options}.get("refit")
+    request = ShrinkRequest.taken_from(options)
     config = shrink_config({**options, **({"batch_size": batch_size} if batch_size else {})}, only_planned=True)
     planned = plan_for(plain, Magnitude(), config)
     first, *rest = sizes_for(plain, planned, request.in_full(planned))
     twins = twin_of(plain, {}), first.narrow(plain, first.stay)
     old, new = (costs(twin, batch_size or 1, length) for twin in twins)
     groups = [group for block_groups in first.groups_in(plain, planned).values() for group in block_groups]
-    refitted = {group.consumer.name: first.refits(config, refit) for group in groups}
+    refitted = {group.consumer.name: first.refits(config, request.refit) for group in groups}
     _, streamed = estimated(plain, planned.layers, planned.stacks, replace(config, enforce=False), refitted)
     streamed = {place: {part: size for part, size in held.items() if size} for place, held in streamed.items()}
     notes = [f"calls are of {batch_size or 1} x {length} tokens", STALE]

@@ -40,8 +40,8 @@ def twin_of(model: PreTrainedModel, changes: Mapping[str, Any]) -> PreTrainedMod
     build it. Raises ValueError with the class's own reason if it takes no such config."""
     config = copy.deepcopy(model.config)
     for name, value in changes.items():
-        path, _, key = name.rpartition(".")
-        setattr(dict(_parts(config))[path], key, value)
+        part, _, key = part_with(config, name)
+        setattr(part, key, value)
     try:
         config = type(config).from_dict(config.to_dict())
         twin = built(type(model), config)
@@ -60,11 +60,16 @@ def _parts(config: PreTrainedConfig, path: str = "") -> Iterator[tuple[str, PreT
             yield from _parts(value, full_name(path, name))
 
 
+def part_with(config: PreTrainedConfig, name: str) -> tuple[PreTrainedConfig, str, str]:
+    """(the config inside of a config that holds a number, its path, the number's name there)."""
+    path, _, key = name.rpartition(".")
+    return dict(_parts(config))[path], path, key
+
+
 def write_aliases(config: PreTrainedConfig, name: str) -> None:
     """Let the config that is written hold a number under its aliases as well: engines look for "num_experts" in files
     where transformers writes "num_local_experts" alone."""
-    path, _, key = name.rpartition(".")
-    part = dict(_parts(config))[path]
+    part, _, key = part_with(config, name)
     for alias, name_of_alias in part.attribute_map.items():
         if name_of_alias == key:
             vars(part)[alias] = getattr(part, key)
@@ -412,9 +417,9 @@ class BlockCount:
 
     def changes(self, stay: Sequence[int], config: PreTrainedConfig) -> Changes:
         """The new values in the config: the number, and every list beside it that goes by blocks."""
-        path, _, _ = self.name.rpartition(".")
+        part, path, _ = part_with(config, self.name)
         changes: Changes = {self.name: len(stay)}
-        for name, value in vars(dict(_parts(config))[path]).items():
+        for name, value in vars(part).items():
             if isinstance(value, (list, tuple)) and any(part in name for part in PER_BLOCK) and value:
                 if len(value) == len(self.blocks):
                     changes[full_name(path, name)] = [value[index] for index in stay]

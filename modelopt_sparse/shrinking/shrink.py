@@ -37,9 +37,9 @@ from modelopt_sparse.run import InMemory, Run, calibrating
 from modelopt_sparse.shrinking import experts as mixtures
 from modelopt_sparse.shrinking import importance
 from modelopt_sparse.shrinking.cutting import Choice, Cutting, skipped
-from modelopt_sparse.shrinking.importance import BLOCKS_BY, CRITERIA, EXPERT_CRITERIA, Criterion, Judge
+from modelopt_sparse.shrinking.importance import BLOCKS_BY, CRITERIA, EXPERT_CRITERIA, Judge
 from modelopt_sparse.shrinking.plan import STALE, checked, settings_of_run, shrink_config
-from modelopt_sparse.shrinking.sizes import ShrinkRequest, TargetSizes, costs, kept_in, sizes_for
+from modelopt_sparse.shrinking.sizes import ShrinkRequest, TargetSizes, costs, sizes_for
 
 LITTLE = 0.25  # an error from which on a block had no channels to spare
 CALLS = {"seconds of 1 x 128 tokens": 128, "seconds of one token": 1}
@@ -100,59 +100,45 @@ def shrink(
     with Processes.of(config.distributed) as processes, run_eagerly(model):
         config = config if processes.rank == 0 else replace(config, progress=False)
         plan = plan_for(plain, Magnitude(), config)
-        request = ShrinkRequest(mlp, blocks, experts, to, budget, kept, protect, multiple_of, tensor_parallel)
-        request = request.in_full(plan)
+        what_goes = mlp, blocks, experts, to, budget, kept, protect, multiple_of, tensor_parallel
+        request = ShrinkRequest(*what_goes, criterion, refit, blocks_by).in_full(plan)
         sizes = sizes_for(plain, plan, request)
-        selection = criterion_of(request, sizes[0], config, criterion=criterion, refit=refit, blocks_by=blocks_by)
+        request = decided(request, sizes[0], config)
         if processes.size > 1:
             facts = common_to_processes(plain, plan, config)
-            facts |= {"the sizes": "; ".join(map(str, sizes)), "how it is chosen what goes": str(selection)}
+            facts |= {"the sizes": "; ".join(map(str, sizes)), "how it is chosen what goes": str(request)}
             processes.check_same(facts, "give all of them the same model and the same options")
-        report = Report.begin((), [STALE], settings_of_run(config, request, refit=selection.refit))
-        shrink_to_one(Run(plain, plan, config, InMemory(), processes, report), sizes, selection, budget)
+        report = Report.begin((), [STALE], settings_of_run(config, request))
+        shrink_to_one(Run(plain, plan, config, InMemory(), processes, report), sizes, request)
         processes.barrier()
     return model
 
 
-def criterion_of(
-    request: ShrinkRequest,
-    sizes: TargetSizes,
-    config: SparsifyConfig,
-    *,
-    criterion: str | None = None,
-    refit: bool | None = None,
-    blocks_by: str = BLOCKS_BY[0],
-) -> Criterion:
-    """The options of `shrink` that say how it is chosen what goes, checked."""
+def decided(request: ShrinkRequest, sizes: TargetSizes, config: SparsifyConfig) -> ShrinkRequest:
+    """The request with the options that say how it is chosen what goes, checked and filled in."""
     criteria = EXPERT_CRITERIA if sizes.experts else CRITERIA
-    criterion = criteria[0] if criterion is None else criterion
+    criterion = criteria[0] if request.criterion is None else request.criterion
     check_choice("criterion", criterion, criteria)
-    check_choice("blocks_by", blocks_by, BLOCKS_BY)
-    refit = sizes.refits(config, refit)
+    check_choice("blocks_by", request.blocks_by, BLOCKS_BY)
+    refit = sizes.refits(config, request.refit)
     check_flag("refit", refit)
-    choice = {} if request.kept is None else kept_in(request.kept)
-    return Criterion("given" if choice else criterion, refit, _fixed(choice), blocks_by)
-
-
-def _fixed(kept: Mapping[str, Any]) -> dict[str, Sequence[int]]:
-    """Layer -> its channels or experts that stay, of a choice by an earlier run."""
-    return {**kept.get("mlp", {}), **kept.get("experts", {})}
+    return request._replace(criterion="given" if request.kept else criterion, refit=refit)
 
 
 def shrink_to_one(
-    run: Run, sizes: Sequence[TargetSizes], selection: Criterion, budget: Any = None, calls: list[Call] | None = None
+    run: Run, sizes: Sequence[TargetSizes], request: ShrinkRequest, calls: list[Call] | None = None
 ) -> None:
-    """The run behind `shrink` and `shrink_checkpoint`: shrink to the best of the sizes that a ``budget`` leaves, or to
-    the only ones. ``calls`` are those of the calibration data, if it has been read before."""
+    """The run behind `shrink` and `shrink_checkpoint`: shrink to the best of the sizes that a budget leaves, or to the
+    only ones. ``calls`` are those of the calibration data, if it has been read before."""
     with calibrating(run.model):
         with run.part("calibration data"):
             data = CalibrationData.load(run, calls)
         with run.part("budget"):
-            best = sizes[0] if budget is None else _best(data, sizes, selection, budget)
-        _shrink(data, best, selection)
+            best = sizes[0] if request.budget is None else _best(data, sizes, request)
+        _shrink(data, best, request)
 
 
-def _best(data: CalibrationData, tried: Sequence[TargetSizes], selection: Criterion, budget: Any) -> TargetSizes:
+def _best(data: CalibrationData, tried: Sequence[TargetSizes], request: ShrinkRequest) -> TargetSizes:
     """Shrink a copy of the model to each of the sizes, with a short repair -> those with the least divergence."""
     run = data.run
     data.counted(data.output_of(0)[0] if data.calls else None)  # refused before any work
@@ -163,16 +149,17 @@ def _best(data: CalibrationData, tried: Sequence[TargetSizes], selection: Criter
         model: Any = copy.deepcopy(run.model)
         plan = plan_for(model, Magnitude(), config)
         trial = replace(run, model=model, plan=plan, config=config, report=Report.begin((), (), {}), fixed_orders=set())
-        divergences.append(_shrink(replace(data, run=trial), sizes, selection).kl["reconstructed"])
+        divergences.append(_shrink(replace(data, run=trial), sizes, request).kl["reconstructed"])
         if len(divergences) - divergences.index(min(divergences)) > WORSE:
             break
     measured = "; ".join(f"{sizes}: {kl:.4f}" for sizes, kl in zip(tried, divergences))
     measure, _ = in_words(run.report.settings.get("divergence"))
-    run.report.notes.append(f"budget {budget}: {measure} after {TRIAL_EPOCHS} epoch of reconstruction: {measured}")
+    trials = f"{measure} after {TRIAL_EPOCHS} epoch of reconstruction: {measured}"
+    run.report.notes.append(f"budget {request.budget}: {trials}")
     return tried[divergences.index(min(divergences))]
 
 
-def _shrink(data: CalibrationData, sizes: TargetSizes, selection: Criterion) -> Shrunk:
+def _shrink(data: CalibrationData, sizes: TargetSizes, request: ShrinkRequest) -> Shrunk:
     """The run on one screen."""
     run, report = data.run, data.run.report
     model: Any = run.model
@@ -182,7 +169,7 @@ def _shrink(data: CalibrationData, sizes: TargetSizes, selection: Criterion) -> 
         raise ValueError("shrink needs at least two calibration batches, one of which judges: give smaller batches")
     data, before = run_dense(data), costs(model)
     if (recalled := run.storage.recall()) is not None:
-        selection = replace(selection, fixed=_fixed(recalled["kept"]))
+        request = request._replace(kept=recalled["kept"])
         if sizes.depth is not None:
             sizes = replace(sizes, stay=recalled["kept"]["blocks"][sizes.depth.stack], named=True)
     cutting = Cutting.tried(data, sizes)
@@ -191,17 +178,14 @@ def _shrink(data: CalibrationData, sizes: TargetSizes, selection: Criterion) -> 
     with run.part("dense predictions"):
         # streamed, each call would read all weights
         judge = Judge(Teacher.of(data) if run.storage.resident else None, batches)
-    shrunk = Shrunk({name: [*pair] for name, pair in sizes.changes.items()}, selection.name)
+    shrunk = Shrunk({name: [*pair] for name, pair in sizes.changes.items()}, request.criterion)
     with run.part("choice of blocks"):
-        cutting = _drop_blocks(cutting, data, judge, selection, shrunk)
-    with run.part("choice of channels"), skipped(model, cutting.gone):
-        if not sizes.experts:
-            chosen = importance.channels(data, cutting.groups, batches, selection) if cutting.groups else {}
-            cutting = _measured(replace(cutting, choices=chosen), judge, selection, run, shrunk)
-    with run.part("choice of experts"), skipped(model, cutting.gone):
-        if sizes.experts:
-            chosen = mixtures.experts(data, cutting.groups, batches, selection, cutting.narrow)
-            cutting = _measured(replace(cutting, choices=chosen), judge, selection, run, shrunk)
+        cutting = _drop_blocks(cutting, data, judge, request, shrunk)
+    with run.part(f"choice of {'experts' if sizes.experts else 'channels'}"), skipped(model, cutting.gone):
+        choose = mixtures.experts if sizes.experts else importance.channels
+        chosen = choose(data, cutting, batches, request) if cutting.groups else {}
+        cutting = replace(cutting, choices=chosen)
+        _measure(cutting, judge, request, run, shrunk)
     if recalled is None:
         run.storage.keep(asdict(shrunk))
     else:
@@ -229,14 +213,14 @@ def _shrink(data: CalibrationData, sizes: TargetSizes, selection: Criterion) -> 
 
 
 def _drop_blocks(
-    cutting: Cutting, data: CalibrationData, judge: Judge, selection: Criterion, shrunk: Shrunk
+    cutting: Cutting, data: CalibrationData, judge: Judge, request: ShrinkRequest, shrunk: Shrunk
 ) -> Cutting:
     """Choose the blocks that go, and try it."""
     depth, stay = cutting.sizes.depth, cutting.sizes.stay
     if depth is None:
         return cutting
     gone = len(depth.blocks) - len(stay)
-    if not cutting.sizes.named and selection.blocks == "influence":
+    if not cutting.sizes.named and request.blocks_by == "influence":
         stay = importance.blocks_by_influence(data, judge.batches, depth, gone, shrunk)
     elif not cutting.sizes.named:
         stay = importance.blocks(judge, depth, gone, data.run, shrunk)
@@ -244,17 +228,16 @@ def _drop_blocks(
     return cutting.with_blocks(data, stay)
 
 
-def _measured(cutting: Cutting, judge: Judge, selection: Criterion, run: Run, shrunk: Shrunk) -> Cutting:
-    """Note what stays of channels or experts, and the divergence that it costs -> the same cutting."""
+def _measure(cutting: Cutting, judge: Judge, request: ShrinkRequest, run: Run, shrunk: Shrunk) -> None:
+    """Note what stays of channels or experts, and the divergence that it costs."""
     for choice in cutting.chosen:
         _note(choice, shrunk, run.report)
-    if cutting.sizes.experts:
+    if cutting.sizes.experts and cutting.chosen:
         gone = fmean(choice.gates_gone for choice in cutting.chosen)
         run.report.notes.append(f"{gone:.1%} of all gates lay on the experts that go")
-    for step in ("as is", "refit") if cutting.choices and selection.refit else ("as is",):
+    for step in ("as is", "refit") if cutting.choices and request.refit else ("as is",):
         with cutting.tried_in(run.model, values=step == "refit"):
             judge.measure(step, shrunk)
-    return cutting
 
 
 def _note(choice: Choice, shrunk: Shrunk, report: Report) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -14,8 +13,9 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
-from modelopt_sparse.checks import is_whole
+from modelopt_sparse.checks import check_whole, is_whole
 from modelopt_sparse.methods.patterns import Unstructured, parse_pattern
+from modelopt_sparse.model.devices import full_name
 from modelopt_sparse.model.experts import LAST, RoutedAdapter
 from modelopt_sparse.model.hf import cache_name
 from modelopt_sparse.model.layers import Layer
@@ -31,6 +31,7 @@ from modelopt_sparse.shrinking.resize import (
     find_experts,
     find_width,
     numbers_in,
+    part_with,
     twin_of,
 )
 
@@ -47,7 +48,7 @@ NO_HEADS = "heads cost far more accuracy for their parameters than channels and 
 
 
 class ShrinkRequest(NamedTuple):
-    """The options of `shrink` that say what goes."""
+    """The options that `shrink` alone has: what goes, and how it is chosen."""
 
     mlp: float | int | str | None = None
     blocks: float | int | str | Sequence[int] | None = None
@@ -58,10 +59,23 @@ class ShrinkRequest(NamedTuple):
     protect: Mapping[str, Sequence[int]] | None = None
     multiple_of: int | str = "auto"
     tensor_parallel: int = 1
+    criterion: Any = None
+    refit: bool | None = None
+    blocks_by: str = "kl"
+
+    @classmethod
+    def taken_from(cls, options: dict[str, Any]) -> "ShrinkRequest":
+        """Take these options out of all that were passed."""
+        return cls(**{name: options.pop(name) for name in cls._fields if name in options})
+
+    @property
+    def fixed(self) -> dict[str, Sequence[int]]:
+        """Layer name -> the channels, or experts, that stay, by the choice ``kept``."""
+        return {} if self.kept is None else {**self.kept.get("mlp", {}), **self.kept.get("experts", {})}
 
     def in_full(self, planned: Plan) -> "ShrinkRequest":
-        """The request with ``kept`` as a mapping in which each mixture goes by the name of the layer of its last
-        matrices, whichever module around it other tools name."""
+        """The request with ``kept`` as a choice (`kept_in`) in which each mixture goes by the name of the layer of its
+        last matrices, whichever module around it other tools name."""
         if self.kept is None:
             return self
         choice, experts = kept_in(self.kept), dict[str, Any]()
@@ -122,21 +136,21 @@ class TargetSizes:
 
 
 def sizes_for(model: PreTrainedModel, planned: Plan, request: ShrinkRequest) -> list[TargetSizes]:
-    """Turn the user's request into sizes; a budget leaves several, by blocks. ``planned``: of the model as it is."""
+    """Turn the user's request, in full, into sizes; a budget leaves several, by blocks. ``planned``: of the model as it
+    is."""
     passed = [name for name in ShrinkRequest._fields[:6] if getattr(request, name) is not None]
     if len(passed) != 1 and passed not in (["mlp", "blocks"], ["blocks", "experts"]):
         ways = "blocks= with mlp= or experts=, or to=, or budget=, or kept="
         raise ValueError(f"shrink takes {ways}; got {passed or 'none of them'}: give {WAYS}")
     if request.multiple_of != "auto" and not is_whole(request.multiple_of, 1):
         raise ValueError(f"multiple_of={request.multiple_of!r}: give 'auto' or a positive whole number")
-    if not is_whole(request.tensor_parallel, 1):
-        raise ValueError(f"tensor_parallel={request.tensor_parallel!r}: give a positive whole number of devices")
+    check_whole("tensor_parallel", request.tensor_parallel)
     if request.protect and (request.budget is not None or request.kept is not None):
         raise ValueError("protect= says which experts stay where scores choose them: give experts= or to= beside it")
     if request.budget is not None:
         return _within(model, planned, request)
     if request.kept is not None:
-        request = request._replace(**_sizes_of(kept_in(request.kept), planned))
+        request = request._replace(**_sizes_of(request.kept, planned))
     sizes = TargetSizes({})
     if request.mlp is not None:
         _refuse_experts(planned)
@@ -154,7 +168,7 @@ def sizes_for(model: PreTrainedModel, planned: Plan, request: ShrinkRequest) -> 
             raise ValueError(f"{name}={new} does not divide by tensor_parallel={request.tensor_parallel}: give a share")
     sizes.narrow(model, sizes.stay)
     if request.kept is not None:
-        _check_kept(kept_in(request.kept), model, planned, sizes)
+        _check_kept(request.kept, model, planned, sizes)
     return [replace(sizes, protected=_protected(request.protect or {}, model, planned, sizes))]
 
 
@@ -209,8 +223,7 @@ def _fewer_experts(experts: Any, old: int) -> int:
 def _experts(model: PreTrainedModel, planned: Plan, new_of: Callable[[int], int]) -> dict[str, Any]:
     """Fields of `TargetSizes` for fewer experts: ``new_of`` how many there are."""
     name, old, new = find_experts(model, layers_by_block(planned), new_of)
-    path, _, _ = name.rpartition(".")
-    config = attrgetter(path)(model.config) if path else model.config
+    config, path, _ = part_with(model.config, name)
     chosen = getattr(config, "num_experts_per_tok", None) or 1
     groups = getattr(config, "n_group", None) or 1
     in_chosen_groups = (getattr(config, "topk_group", None) or groups) * new // groups
@@ -219,8 +232,8 @@ def _experts(model: PreTrainedModel, planned: Plan, new_of: Callable[[int], int]
     if groups > 1 and (new % groups or new < 2 * groups):
         raise ValueError(f"{name}={new} in {groups} groups: give a multiple of {groups}, at least {2 * groups}")
     # heads that predict further tokens: transformers leaves their weights out, and engines would miss them
-    further = {key: (count, 0) for key, count in vars(config).items() if key in FURTHER_TOKENS and count}
-    further = {f"{path}.{key}" if path else key: counts for key, counts in further.items()}
+    held = ((key, count) for key, count in vars(config).items() if key in FURTHER_TOKENS and count)
+    further = {full_name(path, key): (count, 0) for key, count in held}
     return {"experts": {name: (old, new), **further}, "groups": groups}
 
 

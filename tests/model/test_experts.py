@@ -304,12 +304,20 @@ def in_parts(method: Recording, model: nn.Module) -> dict[str, list]:
     return found
 
 
-def test_all_tokens_cannot_be_told_where_rows_come_sorted():
-    message = "layer 'model.layers.0.mlp.input_linear' is given nothing but the rows that are "
+# in these words
+REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
+    "'model.layers.0.mlp.input_linear' is given nothing but the rows that are ": ("jetmoe", {"experts": "all_tokens"}),
+    "experts='none': allowed are 'pool', 'all_tokens', 'weight_only'": ("mixtral", {"experts": "none"}),
+    "one expert takes 81,920 bytes, more than memory_limit=81,919: raise it": ("mixtral", {"memory_limit": 81_919}),
+    "'much': give bytes, or a number with a unit, such as '16GB'": ("mixtral", {"memory_limit": "much"}),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_experts_cannot_be_solved_with_is_refused_before_any_work(message):
+    name, options = REFUSED[message]
     with pytest.raises(ValueError, match=message):
-        mts.make_plan(MODELS["jetmoe"](), "wanda", experts="all_tokens")
-    with pytest.raises(ValueError, match="experts='none': allowed are 'pool', 'all_tokens', 'weight_only'"):
-        mts.make_plan(MODELS["mixtral"](), "wanda", experts="none")
+        mts.make_plan(MODELS[name](), "sparsegpt", **options)
 
 
 # memory -------------------------------------------------------------------------------------------------------------
@@ -365,17 +373,10 @@ def test_only_the_gram_matrices_of_the_experts_being_solved_are_alive():
     assert method.alive == [1, 1, 1, 1, 2, 2] * 2
 
 
-def test_a_memory_limit_that_leaves_no_room_for_one_expert_is_refused_before_any_work():
-    with pytest.raises(ValueError, match=r"one expert takes 81,920 bytes, more than memory_limit=81,919: raise it"):
-        mts.make_plan(MODELS["mixtral"](), "sparsegpt", memory_limit=81_919)
-    with pytest.raises(ValueError, match="memory_limit='much': give bytes, or a number with a unit, such as '16GB'"):
-        mts.make_plan(MODELS["mixtral"](), "sparsegpt", memory_limit="much")
-    plan = mts.make_plan(MODELS["mixtral"](), "sparsegpt", memory_limit="250KB")
-    assert [layer.at_once for layer in plan.layers if len(layer.shape) == 3] == [3, None, 3, None]
-
-
 def test_the_plan_states_the_memory_of_experts():
     """Gram matrices of all experts of a block, or none of them and the tokens that are kept."""
+    plan = mts.make_plan(MODELS["mixtral"](), "sparsegpt", memory_limit="250KB")
+    assert [layer.at_once for layer in plan.layers if len(layer.shape) == 3] == [3, None, 3, None]
     text = {"data": ["a"], "tokenizer": len, "num_samples": 5, "seq_len": 8}
     attention = (32 * 32) + 32 * 32  # q, k and v one each in the bound; o
     model = MODELS["mixtral"]()

@@ -65,7 +65,10 @@ NO_WIDTH = {
 
 
 def shrinkable(name: str, **more: Any) -> PreTrainedModel:
-    """A model of a class in CLASSES, with random weights."""
+    """A model of a class in CLASSES or ODD, with random weights."""
+    if name in ODD:
+        torch.manual_seed(0)
+        return ODD[name](LlamaConfig(**BASE)).eval()
     config, _, kind = name.partition("/")
     settings = CLASSES[name] if "T5" in name else {**BASE, **CLASSES[name]}
     if "T5" in name:
@@ -178,6 +181,4 @@ class CountingLlama(LlamaForCausalLM):
             layer.mlp.register_forward_pre_hook(lambda module, args: ran.append(1) or (args[0] * len(ran) ** -0.1,))
 
 
-def odd(kind: type[LlamaForCausalLM]) -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    return kind(LlamaConfig(**BASE)).eval()
+ODD = {kind.__name__: kind for kind in (InterleavedLlama, ScaledByPlace, NormedLlama, SoftmaxLlama, CountingLlama)}

@@ -16,9 +16,8 @@ from modelopt_sparse.model import devices
 from modelopt_sparse.plan import memory as planned_memory
 from modelopt_sparse.plan.planner import make_plan
 from modelopt_sparse.shrinking import importance as choose_channels
-from modelopt_sparse.shrinking.importance import Criterion
 from modelopt_sparse.shrinking.plan import plan_shrink
-from modelopt_sparse.shrinking.sizes import TargetSizes
+from modelopt_sparse.shrinking.sizes import ShrinkRequest, TargetSizes
 from tests.helpers import LiveBytes, tiny_llama
 from tests.models.shrinkable import shrinkable
 from tests.plan.test_planner import untied
@@ -192,7 +191,7 @@ def test_a_choice_of_channels_holds_no_more_than_the_plan_says(criterion, shape)
     fitted, judging = (x.mT @ x for x in torch.randn(2, columns + 8, columns))
     choose = choose_channels._choice  # pyright: ignore[reportPrivateUsage]
     with torch.no_grad(), LiveBytes(*model.parameters(), fitted, judging) as live:
-        choose(group, fitted, judging, fitted.diagonal(), Criterion(criterion, True, {}))
+        choose(group, fitted, judging, fitted.diagonal(), ShrinkRequest(criterion=criterion, refit=True))
     assert held["statistics_of_one_block"] == fitted.nbytes + judging.nbytes
     assert held["workspace"] / 2 < live.peak <= held["workspace"]
 
