@@ -74,16 +74,16 @@ class Storage(ABC):
         """Move a solution that is only tried to where such are held; the values are the same."""
 
     @abstractmethod
-    def recall(self) -> dict[str, Any] | None:
-        """The choice that the run which this one goes on from has kept (`keep`); None if there is none."""
+    def load_choice(self) -> dict[str, Any] | None:
+        """The choice that the run which this one goes on from has saved; None if there is none."""
 
     @abstractmethod
-    def keep(self, choice: dict[str, Any]) -> None:
+    def save_choice(self, choice: dict[str, Any]) -> None:
         """Keep what layers become under a budget, or what stays of a model that shrinks, for a run that goes on from
         this one."""
 
     @abstractmethod
-    def write_as(self, names: Mapping[str, str]) -> None:
+    def rename_blocks(self, names: Mapping[str, str]) -> None:
         """Set the names that blocks are written under, by their own; a block without one is not written."""
 
 
@@ -106,13 +106,13 @@ class InMemory(Storage):
     def hold_weights(self, x: Tensor) -> Tensor:
         return x
 
-    def recall(self) -> dict[str, Any] | None:
+    def load_choice(self) -> dict[str, Any] | None:
         return None
 
-    def keep(self, choice: dict[str, Any]) -> None:
+    def save_choice(self, choice: dict[str, Any]) -> None:
         del choice
 
-    def write_as(self, names: Mapping[str, str]) -> None:
+    def rename_blocks(self, names: Mapping[str, str]) -> None:
         del names
 
 

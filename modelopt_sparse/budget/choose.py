@@ -39,7 +39,7 @@ def budgeted(data: CalibrationData) -> CalibrationData:
     optional budget leaves the plan as it is.
     """
     run, began = data.run, time.perf_counter()
-    decision = run.storage.recall()
+    decision = run.storage.load_choice()
     if decision is None:
         try:
             data, decision = decided(data)
@@ -51,7 +51,7 @@ def budgeted(data: CalibrationData) -> CalibrationData:
             return data
         decision["seconds"] = round(time.perf_counter() - began, 3)
         run.processes.check_same({"the plan of the budget": str(decision["layers"])}, "report this")
-        run.storage.keep(decision)
+        run.storage.save_choice(decision)
     plan = planned(run.plan, {name: parse_choice(text) for name, text in decision["layers"].items()})
     run.report.skipped = plan.skipped
     run.report.budgeted(decision)

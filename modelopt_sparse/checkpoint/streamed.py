@@ -309,14 +309,14 @@ class Streamed(Storage):
     def hold_weights(self, x: Tensor) -> Tensor:
         return spilled(x, self._work.path / "writing")
 
-    def recall(self) -> dict[str, Any] | None:
+    def load_choice(self) -> dict[str, Any] | None:
         return self._work.budget
 
-    def keep(self, choice: dict[str, Any]) -> None:
+    def save_choice(self, choice: dict[str, Any]) -> None:
         if self._work.leads:
             self._work.write_json(BUDGET, choice)
 
-    def write_as(self, names: Mapping[str, str]) -> None:
+    def rename_blocks(self, names: Mapping[str, str]) -> None:
         self.written = {index: names[name] for index, name in enumerate(self.names) if name in names}
 
     # reading ----------------------------------------------------------------------------------------------------------
