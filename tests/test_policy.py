@@ -295,7 +295,6 @@ RIDDLES |= {"own", "each", "other", "said", "there", "how", "more", "what"}
 # where one of them stands all the same, and why
 ALLOWED = {
     ("checkpoint/stream.py", "target"): "a public parameter of sparsify_checkpoint: the folder to write",
-    ("plan/options.py", "target"): "a public option of Reconstruct",
     ("shrinking/shrink.py", "kept"): "a public option of shrink, and what it reads",
     ("shrinking/sizes.py", "kept"): "the same",
     ("reports/values.py", "kept"): "the section of the report that this option takes",
