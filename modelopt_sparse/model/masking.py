@@ -687,8 +687,7 @@ def _pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 def masked_copy(weight: Tensor, mask: Tensor) -> Tensor:
     """A copy with +0.0 wherever ``mask`` is False, through which gradients and transforms pass."""
-    integers = _integers(weight)
-    if integers is None or torch.is_grad_enabled() or is_recorded(weight):
+    if torch.is_grad_enabled() or is_recorded(weight) or (integers := _integers(weight)) is None:
         return weight.masked_fill(~mask, 0)  # not `where`, which would take its memory layout from the mask
     copy = torch.empty_like(weight)
     for numbers, part, into in _pieces(weight.view(integers), mask, copy.view(integers)):

@@ -169,17 +169,13 @@ def test_prompts_come_from_what_does_not_judge():
 
 
 def test_statistics_are_of_both_and_own_text_never_judges(monkeypatch):
-    seen = []
-    real = reconstruction._tuned
-
-    def watching(part, inputs, token_masks, batches, weights, epochs):
-        seen.append((batches.held_back, len(token_masks), inputs.data.calls))
-        return real(part, inputs, token_masks, batches, weights, epochs)
-
-    monkeypatch.setattr(reconstruction, "_tuned", watching)
+    data, numbered = [], []
+    tuned, tune = reconstruction._tuned, reconstruction.tune
+    monkeypatch.setattr(reconstruction, "_tuned", lambda *args: data.append(args[4].data) or tuned(*args))
+    monkeypatch.setattr(reconstruction, "tune", lambda *args: numbered.append(args[1]) or tune(*args))
     model = mts.sparsify(tiny_llama(), "wanda", data_loader=batches(4), self_data=40, reconstruct=1, progress=False)
-    held_back, count, calls = seen[0]
-    assert held_back == range(count - 1, count)
+    calls, count = data[0].calls, len(numbered[0].local)
+    assert numbered[0].held_back == range(count - 1, count)
     steps = in_steps([batch["input_ids"] for batch in batches(4)])
     torch.testing.assert_close(calls[-1].kwargs["input_ids"], steps[-1])
     assert len(calls) == count > 4

@@ -131,7 +131,7 @@ def test_half_precision_and_shards(tmp_path, name, dtype, sharded):
         {"method": "sparsegpt", "sequential": "none"},
         {"method": "sparsegpt", "sequential": "stage"},
         {"method": "wanda", "pattern": "60%", "enforce": False},
-        {"method": "alps", "reconstruct": {"epochs": 1, "target": "sparse", "parts": "children"}, "polish": 2},
+        {"method": "alps", "reconstruct": 1, "polish": 2},
         {"method": "sparsegpt", "spill": True, "reconstruct": 1, "permute": True},
         {"method": "sparsegpt", "dtype": torch.bfloat16},
         {"method": "magnitude", "include": ["lm_head", "*.layers.1.*"]},
