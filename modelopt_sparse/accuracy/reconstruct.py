@@ -83,8 +83,8 @@ def reconstruct(
     run: Run,
     judge: Callable[[], float] | None = None,
 ) -> None:
-    """Tune a block in place, and report it. ``masks`` are those of the weights pruned in this run
-    (True = kept; None: all of it is tuned); those of ``movable`` may move.
+    """Tune a block in place, and report it. ``masks`` are those of the weights pruned in this run (True = kept; None:
+    all of it is tuned); those of ``movable`` may move.
 
     The first block of a stack is tuned in the ways that `Reconstruct` leaves open ("auto"), one of which is not to tune
     it, each time with one of HELD_BACK_FOR_OUTPUTS steps held back. Then it is tuned in the best of them, as are the
@@ -97,7 +97,8 @@ def reconstruct(
     assert options is not None
     assert isinstance(inputs, AtBlock)
     weights = dict(tunable(run.model, inputs.block, masks, vectors=options.norms_and_biases))
-    if not weights:  # other blocks hold them as well
+    if not weights:
+        run.report.notes.append(f"{block.name!r} is not reconstructed: modules outside of it hold all of its weights")
         return
     left_open = _left_open(inputs, movable, goals, proved=judge is not None)
     way, losses = Way(*(values[0] for values in left_open)), dict[Way, float]()
