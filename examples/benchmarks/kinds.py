@@ -244,9 +244,9 @@ KINDS = {
 }
 
 
-def in_batches(rows: Rows, size: int) -> list[Rows]:
+def in_batches(rows: Rows, size: int, device: str = "cpu") -> list[Rows]:
     count = len(next(iter(rows.values())))
-    return [{name: x[at : at + size] for name, x in rows.items()} for at in range(0, count, size)]
+    return [{name: x[at : at + size].to(device) for name, x in rows.items()} for at in range(0, count, size)]
 
 
 def predictions(model: nn.Module, batches: list[Rows]) -> list[Tensor]:
@@ -254,9 +254,9 @@ def predictions(model: nn.Module, batches: list[Rows]) -> list[Tensor]:
     found = []
     for batch in batches:
         with torch.no_grad():
-            logits = model(**batch).logits
+            logits = model(**batch).logits.cpu()
         mask = batch.get("decoder_attention_mask", batch.get("attention_mask"))
-        real = torch.ones(logits.shape[:-1], dtype=torch.bool) if mask is None else mask.bool()
+        real = torch.ones(logits.shape[:-1], dtype=torch.bool) if mask is None else mask.bool().cpu()
         found.append(logits[real].double().log_softmax(-1))
     return found
 
@@ -267,9 +267,11 @@ def main() -> None:
     parser.add_argument("--runs", default=",".join(name for name in RUNS if "+" not in name), help="names of runs")
     parser.add_argument("--pattern", default="2:4", help="2:4, or a level, which is a budget of zeros")
     parser.add_argument("--draws", type=int, default=1, help="draws of calibration rows")
+    parser.add_argument("--first", type=int, default=0, help="number of the first draw")
     parser.add_argument("--rows", type=int, help="calibration rows")
     parser.add_argument("--batch", type=int, help="rows in a batch")
     parser.add_argument("--minutes", type=float, default=4, help="that models are trained for")
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--work", type=Path, default=Path("models/kinds"))
     parser.add_argument("--out", type=Path, default=Path("kinds.json"))
     options = parser.parse_args()
@@ -283,11 +285,11 @@ def main() -> None:
         kind = KINDS[name]
         data = partial(kind.data, work=options.work) if kind.data is sequences else kind.data
         count, size = options.rows or kind.rows, options.batch or kind.batch
-        model = kind.model(options.work, options.minutes)
-        held_out = in_batches(data(kind.judged_by, 99, held_out=True), 8 if data is windows else 64)
+        model = kind.model(options.work, options.minutes).to(options.device)
+        held_out = in_batches(data(kind.judged_by, 99, held_out=True), 8 if data is windows else 64, options.device)
         dense = predictions(model, held_out)
-        for draw in range(options.draws):
-            batches = in_batches(data(count, draw, held_out=False), size)
+        for draw in range(options.first, options.first + options.draws):
+            batches = in_batches(data(count, draw, held_out=False), size, options.device)
             for run in runs:
                 key = f"{name}, {options.pattern}, {count} rows in batches of {size}, draw {draw}: {run}"
                 if key not in done:

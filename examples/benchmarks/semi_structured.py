@@ -231,7 +231,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batches", type=counts, default=BATCHES, help="sequences of a decoding step")
     parser.add_argument("--context", type=int, default=512, help="tokens before a decoding step")
     parser.add_argument("--layers", type=int, default=32, help="decoder layers of the model; 0 leaves it out")
-    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--device", default="cuda:0")
     parser.add_argument(
         "--out", type=Path, default=HERE / "results" / "semi_structured", help="writes OUT.md, OUT.json"
     )

@@ -234,7 +234,8 @@ def _without_loss(model: nn.Module, call: Call) -> Call:
 
 
 def _close(a: Tensor, b: Tensor) -> bool:
-    """Equal up to a few roundings of the dtype, measured against the tensor's own scale (kernels may differ).
+    """Equal up to a few roundings of the dtype, or some of TF32, measured against the tensor's own scale: a GPU takes
+    other kernels for other numbers of rows.
 
     Rows of padding may be NaN or inf: that is equal to itself here.
     """
@@ -242,4 +243,4 @@ def _close(a: Tensor, b: Tensor) -> bool:
         return False
     finite = b[b.isfinite()]
     scale = float(finite.abs().max()) if finite.numel() else 0.0
-    return torch.allclose(a, b, rtol=0, atol=8 * torch.finfo(a.dtype).eps * scale, equal_nan=True)
+    return torch.allclose(a, b, rtol=0, atol=max(8 * torch.finfo(a.dtype).eps, 2**-8) * scale, equal_nan=True)

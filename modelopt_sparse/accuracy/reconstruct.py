@@ -86,10 +86,10 @@ def reconstruct(
     """Tune a block in place, and report it. ``masks`` are those of the weights pruned in this run (True = kept; None:
     all of it is tuned); those of ``movable`` may move.
 
-    The first block of a stack is tuned in the ways that `Reconstruct` leaves open ("auto"), one of which is not to tune
-    it, each time with one of HELD_BACK_FOR_OUTPUTS steps held back. Then it is tuned in the best of them, as are the
-    other blocks of the stack. ``judge`` says how far the model's output is from the dense model's on the steps held
-    back, with this block as it is; without it the error of the block decides.
+    The first block of a stack, and the one in its middle, are tuned in the ways that `Reconstruct` leaves open
+    ("auto"), one of which is not to tune them, each time with one of HELD_BACK_FOR_OUTPUTS steps held back. Then they
+    are tuned in the best of them, as are the blocks after them. ``judge`` says how far the model's output is from the
+    dense model's on the steps held back, with this block as it is; without it the error of the block decides.
 
     Never worse on the batches held back, see `tune`. ``requires_grad`` and gradients are as before afterwards.
     """
@@ -105,8 +105,8 @@ def reconstruct(
     solved = _copies(weights, movable) if max(map(len, left_open)) > 1 else []
     try:
         for part, values in zip(Way._fields, left_open):
-            others = [way._replace(**{part: value}) for value in values if len(values) > 1 and way.rate != AS_SOLVED]
-            for candidate in others:
+            tried = len(values) > 1 and (part == "rate" or way.rate != AS_SOLVED)
+            for candidate in [way._replace(**{part: value}) for value in values] if tried else []:
                 if candidate in losses:
                     continue
                 report = _tuned(block, goals, weights, movable, inputs, candidate, HELD_BACK_FOR_OUTPUTS)
@@ -128,9 +128,10 @@ def reconstruct(
 def _left_open(
     inputs: AtBlock, movable: Mapping[nn.Parameter, TrainableMask], goals: Goals, *, proved: bool
 ) -> list[list[Any]]:
-    """The values to try for each field of `Way`: those that the options allow, or the ones that an earlier block of the
-    stack has taken, by the report. Errors in two metrics cannot be compared: unless the model's output is asked, the
-    Fisher metric is taken where the block has one."""
+    """The values to try for each field of `Way`: those that the options allow; or first, and but for the block in the
+    middle alone, the one that the block before it in the stack has taken, by the report. A first block makes little of
+    the model's error, and may be better off in another way. Errors in two metrics cannot be compared: unless the
+    model's output is asked, the Fisher metric is taken where the block has one."""
     options = inputs.run.config.reconstruct
     assert options is not None
     rates = [*RATES, AS_SOLVED] if options.learning_rate == "auto" else [options.learning_rate]
@@ -138,9 +139,13 @@ def _left_open(
     metrics = {"plain": [False], "fisher": [True], "auto": [False, True]}[options.metric]
     metrics = [False] if goals.metric is None else metrics if proved else metrics[-1:]
     stack = inputs.again.stack_of[inputs.block]
-    taken = {report.way for report in inputs.run.report.blocks if report.name.startswith(stack.names)}
-    known = [way for way in map(Way._make, product(rates, moves, metrics)) if str(way) in taken]
-    return [[value] for value in known[0]] if known else [rates, moves, metrics]
+    taken = [report.way for report in inputs.run.report.blocks if report.name.startswith(stack.names)]
+    allowed: list[list[Any]] = [rates, moves, metrics]
+    known = [way for way in map(Way._make, product(*allowed)) if taken and str(way) == taken[-1]]
+    if not known:
+        return allowed
+    anew = inputs.block is stack.blocks[len(stack.blocks) // 2]
+    return [[last, *(x for x in values if anew and x != last)] for last, values in zip(known[0], allowed)]
 
 
 def _copies(weights: Masks, movable: Mapping[nn.Parameter, TrainableMask]) -> Copies:

@@ -131,12 +131,12 @@ class NM(_Within):
         """Groups of a mask ``[..., R, C]`` that do not keep exactly n, or all that ``within`` leaves them if less."""
         wanted: int | Tensor = self.n
         if self.within is not None:
-            wanted = self.within.unflatten(-1, (-1, self.m)).sum(-1).clamp_max(self.n)
-        return int((mask.unflatten(-1, (-1, self.m)).sum(-1) != wanted).sum())
+            wanted = self.within.unflatten(-1, (-1, self.m)).sum(-1, dtype=torch.int16).clamp_max(self.n)
+        return int((mask.unflatten(-1, (-1, self.m)).sum(-1, dtype=torch.int16) != wanted).sum())
 
     def count_nonzero_wrong(self, weight: Tensor) -> int:
         """Groups of a weight ``[..., R, C]`` with more than n nonzeros."""
-        return int(((weight != 0).unflatten(-1, (-1, self.m)).sum(-1) > self.n).sum())
+        return int(((weight != 0).unflatten(-1, (-1, self.m)).sum(-1, dtype=torch.int16) > self.n).sum())
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,15 @@ from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 from torch.utils.checkpoint import checkpoint
 
 from modelopt_sparse.distributed import is_fully_sharded, is_sharded, mask_like
-from modelopt_sparse.model.devices import full_name, has_hook, parameter_of, stored, unwrapped, without_hook
+from modelopt_sparse.model.devices import (
+    count_nonzero,
+    full_name,
+    has_hook,
+    parameter_of,
+    stored,
+    unwrapped,
+    without_hook,
+)
 from modelopt_sparse.model.forwards import has_own_forward, is_other, why_other
 
 SUFFIX = "_mask"
@@ -269,13 +277,13 @@ class SparseModule(nn.Module):
         """Remember how many weights each mask keeps, in a module that has been ``copied``, now or before."""
         if copied or self.mask_sizes is not None:
             masks = [(name, mask) for name, mask in _own_masks(self) if not mask.is_meta]
-            self.mask_sizes = {name: int(mask.count_nonzero()) for name, mask in masks}
+            self.mask_sizes = {name: count_nonzero(mask) for name, mask in masks}
 
     def _refuse_averaged_masks(self) -> None:
         """An average of models is a copy, and averages of masks keep what any of the models has kept."""
         for name, mask in _own_masks(self):
             size = (self.mask_sizes or {}).get(name)
-            if size is not None and not mask.is_meta and (now := int(mask.count_nonzero())) != size:
+            if size is not None and not mask.is_meta and (now := count_nonzero(mask)) != size:
                 problem = f"the mask of {full_name(self.masked_path, name)!r} keeps {now} weights, and kept {size}"
                 cause = "something else than this package has written to it, as AveragedModel(use_buffers=True) does"
                 raise ValueError(f"{problem}: {cause}: see 'Averages of weights' in docs/training.md")

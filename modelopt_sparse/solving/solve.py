@@ -27,7 +27,7 @@ from modelopt_sparse.methods.alps import DAMPING, Scaled, polish
 from modelopt_sparse.methods.base import Solution, Stats, masked_solution, output_energy
 from modelopt_sparse.methods.patterns import NM, sub_pattern
 from modelopt_sparse.methods.scores import GivenMask
-from modelopt_sparse.model.devices import free_what_can_be_freed, is_out_of_memory
+from modelopt_sparse.model.devices import count_nonzero, free_what_can_be_freed, is_out_of_memory
 from modelopt_sparse.model.masking import named_masks, set_mask
 from modelopt_sparse.plan.options import SparsifyConfig
 from modelopt_sparse.plan.plan import LayerPlan
@@ -141,7 +141,7 @@ def _check_solution(layer_plan: LayerPlan, weight: Tensor, solution: Solution) -
         wrong = f"weight is {form}, not {weight.dtype} {list(weight.shape)}"
     elif not torch.isfinite(solution.weight).all():
         wrong = "weight holds NaN or inf"
-    elif solution.weight.masked_fill(solution.mask, 0).count_nonzero():
+    elif solution.weight.masked_fill(solution.mask, 0).any():
         wrong = "weight is not zero where the mask is False"
     elif count := layer_plan.pattern.count_regrown(solution.mask):
         wrong = f"mask keeps {count} weights that the layer's present mask prunes (replace=True drops that mask)"
@@ -393,7 +393,7 @@ def layer_report(solved: SolvedLayer, permuted: str | None, config: SparsifyConf
         recipe="+".join([*([PERMUTED] if permuted else []), *(step.step for step in steps)]),
         pattern=str(layer_plan.pattern),
         options=dict(layer_plan.options),
-        zeros=solution.mask.numel() - int(solution.mask.count_nonzero()),  # a sum would be of 8-byte copies
+        zeros=solution.mask.numel() - count_nonzero(solution.mask),
         size=solution.mask.numel(),
         error=steps[-1].error,
         error_from=solved.input.error_from,

@@ -24,7 +24,7 @@ from modelopt_sparse.checks import grouped, shown
 from modelopt_sparse.distributed import full
 from modelopt_sparse.methods.patterns import Unstructured, count_zeros, level_of
 from modelopt_sparse.methods.scores import Magnitude
-from modelopt_sparse.model.devices import flat_tensors, full_name, unwrapped
+from modelopt_sparse.model.devices import count_nonzero, flat_tensors, full_name, unwrapped
 from modelopt_sparse.model.experts import RoutedAdapter
 from modelopt_sparse.model.find import find_layers, protected_modules
 from modelopt_sparse.model.forwards import OTHER
@@ -512,7 +512,7 @@ def cost(model: nn.Module, *args: Any, dense_every: int | None = None, **kwargs:
     pruned, plain_bytes, csr_bytes = 0, 0, 0
     for weight in sparse_weights:
         mask, size = weight.mask, weight.parameter.element_size()
-        live = int(mask.count_nonzero())
+        live = count_nonzero(mask)
         pruned += mask.numel() - live
         plain_bytes += mask.numel() * size
         csr_bytes += live * (size + INDEX_BYTES) + (math.prod(mask.shape[:-1]) + 1) * INDEX_BYTES
@@ -584,7 +584,7 @@ def _live_share(weight: SparseParameter, read: Tensor) -> float:
     values = weight.parameter.detach()
     mask = torch.empty_like(values, dtype=torch.bool).copy_(weight.mask)  # strides of the weight
     view = mask.as_strided(read.shape, read.stride(), read.storage_offset() - values.storage_offset())
-    return int(view.count_nonzero()) / max(1, view.numel())
+    return count_nonzero(view) / max(1, view.numel())
 
 
 def _grouped(inputs: Tensor, *_: Any, out_val: Tensor, **__: Any) -> int:

@@ -28,7 +28,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from modelopt_sparse.checkpoint.folder import DESCRIPTION, PICKLES
 from modelopt_sparse.checkpoint.save import add_masks, restore
 from modelopt_sparse.distributed import first_difference, is_fully_sharded
-from modelopt_sparse.model.devices import unwrapped
+from modelopt_sparse.model.devices import count_nonzero, unwrapped
 from modelopt_sparse.model.find import model_inside, usable
 from modelopt_sparse.model.masking import SUFFIX, named_masks, pass_pruned_gradients, remove_masks, set_mask
 from modelopt_sparse.reports.report import Report, attach_report, attached_report, merged_report
@@ -310,7 +310,7 @@ class Sparsity(ABC):
             if algorithm._level_hooks:
                 targets = levels_at(self.step, algorithm.sparse_params.values())
                 for name, weight in algorithm.sparse_params.items():
-                    actual = 1 - int(weight.mask.sum()) / weight.mask.numel()
+                    actual = 1 - count_nonzero(weight.mask) / weight.mask.numel()
                     for hook in tuple(algorithm._level_hooks.values()):
                         hook(weight.algorithm, name, targets[name], actual)
 

@@ -1,4 +1,4 @@
-"""How a block is tuned is proved on the calls held back: by the model's output, on the first block of a stack."""
+"""How a block is tuned is proved on the calls held back: by the model's output, on two blocks of a stack."""
 
 import itertools
 import math
@@ -80,17 +80,23 @@ def test_the_way_with_the_nearest_output_is_taken(monkeypatch):
     assert_same_state(model, state_of(sparsified(reconstruct=options_of(best))))
 
 
-def test_the_other_blocks_go_the_same_way():
-    first, *others = mts.report(sparsified(blocks=3)).blocks
-    assert sum(" metric: " in note for note in first.notes) == 5
-    for block in others:
-        assert block.way == first.way
-        assert not any(" metric: " in note for note in block.notes)
+def test_ways_are_tried_on_the_first_block_and_the_one_in_the_middle(monkeypatch):
+    """In the middle beginning with the way of the blocks before it."""
+    ways = [Way(0.2, False, False), Way(0.1, False, False), Way(0.4, False, False), AS_SOLVED, Way(0.4, True, False)]
+    ways.append(Way(0.4, True, True))
+    anew = [ways[-1], Way(0.2, True, True), Way(0.1, True, True), AS_SOLVED._replace(moves=True, fisher=True)]
+    anew += [Way(0.1, False, True), Way(0.1, False, False)]
+    figures = iter([5.0, 6.0, 4.0, 7.0, 3.0, 2.0, 5.0, 4.0, 3.0, 6.0, 2.0, 2.5])
+    monkeypatch.setattr(oneshot, "judge_of", lambda data: lambda: next(figures))
+    blocks = mts.report(sparsified(blocks=4)).blocks
+    tried = [[note.rpartition(": ")[0] for note in block.notes if note.startswith(("rate", "as"))] for block in blocks]
+    assert tried == [[*map(str, ways)], [], [*map(str, anew)], []]
+    assert [block.way for block in blocks] == [str(ways[-1])] * 2 + [str(anew[-2])] * 2
 
 
 @pytest.mark.parametrize("masks", ["frozen", "move", "auto"])
 def test_a_stack_whose_output_tuning_makes_worse_is_left_as_solved(monkeypatch, masks):
-    figures = iter([2.0, 2.0, 2.0, 1.0])  # of three rates, and as solved
+    figures = iter([2.0, 2.0, 2.0, 1.0, 1.0, 2.0, 2.0, 2.0])  # of three rates, and as solved; then that, and the rates
     monkeypatch.setattr(oneshot, "judge_of", lambda data: lambda: next(figures))
     model = sparsified(blocks=2, reconstruct={**OPEN, "masks": masks, "metric": "plain"})
     assert_same_state(model, state_of(sparsified(blocks=2, reconstruct=None)))

@@ -27,6 +27,8 @@ from tests.runtime.unpacking import installed, packed_by, place_for
 
 PLACES = ["on it", "device="]
 CPU = torch.device("cpu")
+# The norms of a Llama and a T5 compute in float32, and a GPU rounds there otherwise than a CPU.
+ROUNDINGS = {"pretend": 1e-10, "cuda": 1e-6}
 DEVICES = ["pretend", pytest.param("cuda", marks=pytest.mark.gpu)]
 WAYS = {
     "magnitude": ("magnitude", {}),
@@ -101,7 +103,7 @@ def test_every_way_to_sparsify(way, name, place):
         found = sparse(model, data, method, place, device, **options)
     assert seen == ({"cpu" if place == "device=" else device.type} if way != "magnitude" else set())
     in_float32 = "reconstruct" in options  # its loss
-    assert_same(found, expected, atol=1e-5 if in_float32 else 1e-10)
+    assert_same(found, expected, atol=1e-5 if in_float32 else ROUNDINGS[name])
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -117,7 +119,7 @@ def test_architectures_with_padding(name, device_name, place):
     expected = sparse(copy.deepcopy(model), data)
     with a_device(device_name) as device:
         found = sparse(model, data, place=place, device=device)
-    assert_same(found, expected, atol=1e-10)
+    assert_same(found, expected, atol=ROUNDINGS[device_name])
 
 
 @pytest.mark.parametrize("place", PLACES)
