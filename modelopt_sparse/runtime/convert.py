@@ -49,7 +49,7 @@ class Settings:
     include: tuple[str, ...] | None = None
     exclude: tuple[str, ...] = ()
     strict: bool = False
-    tune: tuple[int, ...] | None = None
+    tune: tuple[int, ...] | None = (1, 64, 2048)
     min_speedup: float = 1.05
     backend: str | None = None
 
@@ -68,7 +68,7 @@ class Settings:
         check_number("min_speedup", self.min_speedup, "(0, inf]")
         if self.tune is not None:
             if not self.tune or not all(is_whole(count, 1) for count in self.tune):
-                raise ValueError(f"tune={self.tune}: give token counts from 1, for example tune=(1, 64, 2048)")
+                raise ValueError(f"tune={self.tune}: give token counts from 1, for example tune=(1, 64, 2048), or None")
             object.__setattr__(self, "tune", tuple(sorted(set(self.tune))))
 
 
@@ -181,7 +181,7 @@ class SpeedReport(Printed):
         if counts:
             ending += "\nus: microseconds of a call, dense -> 2:4, each with its fastest library or algorithm."
         elif self.packed:
-            ending += "\nNot timed: 2:4 may be slower here. Name the token counts that matter with tune=."
+            ending += "\nNot timed: 2:4 may be many times slower here. Name the token counts that matter with tune=."
         parts.append(ending)
         return "\n\n".join(parts)
 
@@ -210,9 +210,9 @@ def to_semi_structured(model: nn.Module, **options: Any) -> nn.Module:
     stay in their dtype (float16 or bfloat16) and on their device. `to_dense` is the way back. `semi_structured_report`
     says how each layer runs, and why others stay dense. A weight is packed only if it unpacks bit for bit. The options:
 
-    - ``tune``: token counts such as (1, 64, 2048). Each layer is timed on them, dense against 2:4, and stays dense
-      unless 2:4 is at least ``min_speedup`` (1.05) times as fast at every one of them. Without it every 2:4 layer is
-      packed.
+    - ``tune``: the token counts of your calls, (1, 64, 2048) by default. Each layer is timed on them, dense against
+      2:4, and stays dense unless 2:4 is at least ``min_speedup`` (1.05) times as fast at every one of them. None: every
+      2:4 layer is packed untimed, for its bytes: it may be many times slower.
     - ``include``, ``exclude``: globs of layer names. A layer that ``include`` names in full must be packable.
     - ``strict``: True: every layer that ``include`` and ``exclude`` leave must be packable.
     - ``backend``: "cusparselt" or "cutlass". Default: the first that runs here.

@@ -287,7 +287,7 @@ def test_layers_are_packed_for_the_device_that_a_model_is_loaded_to(tmp_path, mo
     ids = token_batches(1)[0]
     with pretend_device() as device, torch.no_grad():
         place = replace(place_for(backend), device=device)
-        monkeypatch.setattr(checkpoint, "loading_place", lambda *_: (Settings.of({}), place))
+        monkeypatch.setattr(checkpoint, "loading_place", lambda *_: (Settings.of({"tune": None}), place))
         found = mts.load(tmp_path / "sparse", semi_structured=True, **eager)
         logits = found(input_ids=ids.to(device), use_cache=False).logits
     assert {x.device for x in (*found.parameters(), *found.buffers())} == {device}

@@ -120,7 +120,7 @@ def test_outputs_are_those_of_the_dense_layer(backend, dtype, bias, tokens):
     for shape in SHAPES:
         layer = pruned(*shape, dtype=dtype, bias=bias)
         dense = copy.deepcopy(layer)
-        mts.to_semi_structured(layer, backend=backend.name, strict=True)
+        mts.to_semi_structured(layer, backend=backend.name, tune=None, strict=True)
         x = torch.randn(tokens, shape[1], dtype=dtype, device=DEVICE)
         with torch.inference_mode():
             assert_as_good_as_dense(layer(x), x, dense)
@@ -129,7 +129,7 @@ def test_outputs_are_those_of_the_dense_layer(backend, dtype, bias, tokens):
 def test_any_layout_of_inputs(backend):
     layer = pruned(256, 512)
     dense = copy.deepcopy(layer)
-    mts.to_semi_structured(layer, backend=backend.name)
+    mts.to_semi_structured(layer, backend=backend.name, tune=None)
     x = torch.randn(4, 6, 512, dtype=torch.bfloat16, device=DEVICE)
     layouts = [x.transpose(0, 1), x[:, ::2], x[1:, 3], x[0, 0], x[:, :1].expand(-1, 5, -1), x.unflatten(1, (2, 3))]
     layouts.append(torch.randn(513 * 8, dtype=torch.bfloat16, device=DEVICE)[1 : 1 + 512 * 8].view(8, 512))  # unaligned
@@ -157,7 +157,7 @@ def test_a_model_gives_the_logits_of_its_dense_form_and_comes_back(backend):
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with torch.no_grad():
         wanted = model(tokens).logits
-        mts.to_semi_structured(model, backend=backend.name)
+        mts.to_semi_structured(model, backend=backend.name, tune=None)
         found = model(tokens).logits
     assert len(mts.semi_structured_report(model).packed) == 14
     assert relative_squared_error(found, wanted) < 1e-2
@@ -177,7 +177,7 @@ def test_a_model_gives_the_logits_of_its_dense_form_and_comes_back(backend):
 @QUIET
 def test_compiled_graphs_give_the_same(backend, mode):
     layer = pruned(256, 512)
-    mts.to_semi_structured(layer, backend=backend.name)
+    mts.to_semi_structured(layer, backend=backend.name, tune=None)
     model = nn.Sequential(layer, nn.GELU())
     compiled = torch.compile(model, fullgraph=True, mode=mode)
     for tokens in (8, 3, 3, 64, 8):
@@ -201,7 +201,7 @@ def _captured(layer: nn.Module, x: torch.Tensor) -> tuple[torch.cuda.CUDAGraph, 
 @pytest.mark.parametrize("tokens", [1, 64])
 def test_captured_graphs_replay_on_new_inputs(backend, tokens):
     layer = pruned(256, 512)
-    mts.to_semi_structured(layer, backend=backend.name)
+    mts.to_semi_structured(layer, backend=backend.name, tune=None)
     x = torch.randn(tokens, 512, dtype=torch.bfloat16, device=DEVICE)
     graph, out = _captured(layer, x)
     for _ in range(3):
@@ -213,7 +213,7 @@ def test_captured_graphs_replay_on_new_inputs(backend, tokens):
 
 def test_autocast_and_gradients(backend):
     layer = pruned(256, 512)
-    mts.to_semi_structured(layer, backend=backend.name)
+    mts.to_semi_structured(layer, backend=backend.name, tune=None)
     x = torch.randn(8, 512, device=DEVICE)
     with torch.no_grad():
         wanted = layer(x.bfloat16())
@@ -230,7 +230,7 @@ def test_memory_falls_by_seven_sixteenths(backend):
     model = nn.Sequential(*(pruned(4096, 4096, bias=False) for _ in range(4)))
     torch.cuda.synchronize()
     before, dense = torch.cuda.memory_allocated(), 4 * 4096 * 4096 * 2
-    mts.to_semi_structured(model, backend=backend.name)
+    mts.to_semi_structured(model, backend=backend.name, tune=None)
     freed = before - torch.cuda.memory_allocated()
     assert freed == pytest.approx(dense * 7 / 16, rel=0.01)
     report = mts.semi_structured_report(model)
@@ -247,7 +247,7 @@ def test_loading_never_holds_the_dense_model_on_the_gpu(tmp_path):
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     start = torch.cuda.memory_allocated()
-    loaded = mts.load(tmp_path / "sparse", semi_structured=True, device_map="cuda:0")
+    loaded = mts.load(tmp_path / "sparse", semi_structured={"tune": None}, device_map="cuda:0")
     assert torch.cuda.max_memory_allocated() - start < 0.85 * size
     assert {tensor.device for tensor in [*loaded.parameters(), *loaded.buffers()]} == {DEVICE}
     assert len(mts.semi_structured_report(loaded).packed) == 168
@@ -259,7 +259,7 @@ def test_loading_never_holds_the_dense_model_on_the_gpu(tmp_path):
 
 def test_packed_layers_stay_on_their_device(backend):
     layer = pruned(64, 128)
-    mts.to_semi_structured(layer, backend=backend.name)
+    mts.to_semi_structured(layer, backend=backend.name, tune=None)
     for change in (layer.cpu, layer.half, layer.float):
         with pytest.raises(ValueError, match=r"packed 2:4 in torch.bfloat16 on cuda:0 cannot become .*to_dense"):
             change()
@@ -272,7 +272,7 @@ def test_packed_layers_stay_on_their_device(backend):
 
 def test_layers_on_the_cpu_are_left_there_with_the_reason():
     model = nn.Sequential(pruned(64, 128), pruned(64, 64).cpu())
-    mts.to_semi_structured(model)
+    mts.to_semi_structured(model, tune=None)
     assert [layer.reason for layer in mts.semi_structured_report(model).layers] == ["", "on cpu, not on a CUDA device"]
 
 
@@ -280,7 +280,7 @@ def test_layers_on_the_cpu_are_left_there_with_the_reason():
 def test_each_layer_is_packed_for_its_device():
     model = nn.Sequential(pruned(64, 128), pruned(64, 64).to("cuda:1"))
     dense = copy.deepcopy(model)
-    mts.to_semi_structured(model)
+    mts.to_semi_structured(model, tune=None)
     x = torch.randn(8, 128, dtype=torch.bfloat16, device=DEVICE)
     with torch.no_grad():
         hidden = model[0](x)

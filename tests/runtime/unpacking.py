@@ -58,7 +58,7 @@ def place_for(backend: backends.Backend, timer=None) -> Place:
 def packed_by(backend, model: nn.Module, timer=None, **options) -> Any:
     """What to_semi_structured does, on the CPU."""
     place = place_for(backend, timer)
-    convert.convert(model, Settings.of(options), lambda device: place)
+    convert.convert(model, Settings.of({"tune": None, **options}), lambda device: place)
     return model
 
 
