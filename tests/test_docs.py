@@ -12,7 +12,6 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from transformers import GPTJConfig, GPTJForCausalLM
 import modelopt_sparse as mts
 from modelopt_sparse.cli import commands as cli
 from modelopt_sparse.methods import ALIASES, METHODS
-from modelopt_sparse.plan.options import QUALITIES, REFUSED, RENAMED
+from modelopt_sparse.plan.options import REFUSED, RENAMED
 from tests.helpers import TESTBED, Done, run_python, tiny_llama, token_batches, trained_model
 
 ROOT = Path(__file__).parent.parent
@@ -258,45 +257,17 @@ def test_page_on_large_models_shows_what_plan_prints(run):
 # figures ----------------------------------------------------------------------------------------------------------
 
 
-def test_readme_figures_are_those_of_the_testbed():
-    """The README's perplexities agree with examples/testbed/README.md, run k = 0, within 2 %."""
-    shown = _readme_figures()
-    published = {row[0]: float(row[1].split(" / ")[0]) for row in _table("examples/testbed/README.md", "method (2:4)")}
-    names = {
-        "dense": "dense",
-        "`magnitude`": "magnitude",
-        "`wanda`": "Wanda, block-sequential",
-        "`sparsegpt`": "SparseGPT, block-sequential (damping 0.01, 128-column blocks)",
-    }
-    for name, row in names.items():
-        assert shown[name] == pytest.approx(published[row], rel=0.02), name
-    assert list(shown) == ["dense", *(f"`{name}`" for name in METHODS), *(f'`quality="{name}"`' for name in SHOWN)]
-
-
-SHOWN = ("fast", "balanced")  # the qualities in README's table; docs/accuracy.md has all of them
-
-
-def _readme_figures() -> dict[str, float]:
-    return {name: float(perplexity) for name, perplexity, *_ in _table("README.md", "method")}
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("workplace")
-def test_compare_methods_prints_the_table(monkeypatch, capsys):
-    """On a few windows the script prints the README's rows, and the order of those that are far apart is the same.
-    The dearest qualities, which are not among these, take one epoch."""
-    script = ROOT / "examples" / "compare_methods.py"
-    monkeypatch.setattr(sys, "argv", [str(script), "--calibration", "8", "--heldout", "4"])
-    for name, less in (("best", {}), ("max", {"distill": 1})):
-        options = {**QUALITIES[name].options, "self_data": 9, "reconstruct": {"epochs": 1}, **less}
-        monkeypatch.setitem(QUALITIES, name, replace(QUALITIES[name], options=options))
-    runpy.run_path(str(script), run_name="__main__")
-    found = dict(re.findall(r"^\| (\S+) \| ([\d.]+) \|", capsys.readouterr().out, re.MULTILINE))
-    assert list(found) == ["dense", *(f"`{name}`" for name in METHODS), *(f'`quality="{name}"`' for name in QUALITIES)]
-    assert [name for name in found if name in _readme_figures()] == list(_readme_figures())
-    order = ["dense", '`quality="balanced"`', "`alps`", "`sparsegpt`", "`wanda`", "`magnitude`"]
-    for figures in ({name: float(value) for name, value in found.items()}, _readme_figures()):
-        assert sorted(order, key=figures.__getitem__) == order
+def test_readme_figures_are_those_of_the_public_model():
+    """README's table has the rows of the file that the benchmark has written, which its picture was drawn from."""
+    results = json.loads((ROOT / "docs/images/public_model.json").read_text("utf-8"))
+    wanted = {}
+    for row in results["rows"]:
+        kl, seconds = (sum(run[key] for run in row["runs"]) / len(row["runs"]) for key in ("kl", "cpu_seconds"))
+        wanted[row["name"]] = [f"{kl:.4f}", f"{seconds:.0f}"]
+    shown = {name.replace("`", ""): cells for name, *cells in _table("README.md", "2:4 by")}
+    assert shown == {name: wanted[name] for name in shown}
+    assert len(shown) > 5
+    assert (ROOT / "docs/images/public_model.svg").is_file()
 
 
 @pytest.mark.slow

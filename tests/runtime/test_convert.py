@@ -253,7 +253,9 @@ def test_negative_zeros_are_told_and_that_nothing_was_timed(backend):
         model[0].weight[3, 5] = -0.0
     report = mts.semi_structured_report(packed_by(backend, model))
     assert report.layers[0].notes == ("1 weights were -0.0 and are +0.0 now",)
-    assert str(report).endswith("Not timed: 2:4 may be many times slower here. Name the token counts that matter with tune=.")
+    assert str(report).endswith(
+        "Not timed: 2:4 may be many times slower here. Name the token counts that matter with tune=."
+    )
 
 
 @pytest.fixture(scope="module")
