@@ -270,6 +270,7 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, help="number of the first draw")
     parser.add_argument("--rows", type=int, help="calibration rows")
     parser.add_argument("--batch", type=int, help="rows in a batch")
+    parser.add_argument("--epochs", type=int, default=4, help="of runs that reconstruct by alps")
     parser.add_argument("--minutes", type=float, default=4, help="that models are trained for")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--work", type=Path, default=Path("models/kinds"))
@@ -291,11 +292,15 @@ def main() -> None:
         for draw in range(options.first, options.first + options.draws):
             batches = in_batches(data(count, draw, held_out=False), size, options.device)
             for run in runs:
+                recipe = copy.deepcopy(RUNS[run])
                 key = f"{name}, {options.pattern}, {count} rows in batches of {size}, draw {draw}: {run}"
+                if "reconstruct" in recipe and options.epochs != 4:
+                    recipe["reconstruct"]["epochs"] = options.epochs
+                    key += f", {options.epochs} epochs"
                 if key not in done:
                     sparse, began = copy.deepcopy(model), time.process_time()
                     zeros = {"pattern": options.pattern} if of_groups else {"budget": f"{options.pattern} zeros"}
-                    mts.sparsify(sparse, **zeros, data_loader=batches, progress=False, **RUNS[run])
+                    mts.sparsify(sparse, **zeros, data_loader=batches, progress=False, **recipe)
                     seconds = time.process_time() - began
                     pairs = [*zip(dense, predictions(sparse, held_out))]
                     total = sum(float((p.exp() * (p - q)).sum()) for p, q in pairs)
