@@ -1,7 +1,8 @@
 """Text that the dense model writes itself: more calibration data where the user's is short.
 
 What is tuned on little data fits that data better than any other. A language model's own text, sampled at temperature
-1, has the statistics that the model has learned (used for quantization by LLM-QAT, arXiv 2305.17888).
+1, has the statistics that the model has learned (used for quantization by LLM-QAT, arXiv 2305.17888). A causal model
+continues the user's text; a masked one draws the tokens of the user's rows anew.
 """
 
 import json
@@ -20,7 +21,7 @@ from modelopt_sparse.calibration.data import Call, chat_prompts, text_windows
 from modelopt_sparse.distributed import Processes
 from modelopt_sparse.model.devices import input_device
 from modelopt_sparse.model.find import model_inside
-from modelopt_sparse.model.hf import cache_name, default_seq_len, writes_text
+from modelopt_sparse.model.hf import adds_text, cache_name, default_seq_len, writes_text
 from modelopt_sparse.model.output import drawn
 from modelopt_sparse.plan.options import OWN_WINDOWS, SELF, SparsifyConfig
 from modelopt_sparse.run import Run, calibrating
@@ -137,6 +138,50 @@ def _make_room(cache: Any, length: int) -> None:
             cache.layers[index] = _Roomy(layer.keys, layer.values, length)
 
 
+# a row drawn anew -----------------------------------------------------------------------------------------------------
+
+
+SWEEPS, SHARE = 4, 0.4  # how often tokens are drawn anew, and what share of a row's at a time
+
+
+def rewritten(model: nn.Module, rows: Sequence[Tensor], count: int, seed: int, processes: Processes) -> list[Tensor]:
+    """``count`` texts of a masked language model, on the CPU: the user's ``rows`` in turn, with other tokens.
+
+    In each sweep tokens drawn from all rows stand in for a random SHARE of a text's, which are then drawn from what
+    the model predicts in their places (Gibbs sampling, Wang and Cho 2019, arXiv 1902.04094; with those in place of a
+    mask token, which need not be known). A row's first and last token, which mark its ends, stay. Text i depends on
+    (seed, i), as those of `write_windows`. Raises ValueError if no row has a token between these two.
+    """
+    rows = [row.cpu() for row in rows if len(row) > 2]
+    if not rows:
+        raise ValueError("own text draws tokens between the first and the last of a row anew: no row has three tokens")
+    pool = torch.cat(rows).to(device := input_device(model))
+
+    def batch(begin: int) -> list[Tensor]:
+        numbers = range(begin, min(begin + BATCH, count))
+        texts = [rows[number % len(rows)] for number in numbers]
+        randoms = []  # [tokens, sweeps, 3]: whether a token is drawn anew, what stands in for it, and what is drawn
+        for number, text in zip(numbers, texts):
+            random = torch.Generator().manual_seed((seed * 1_000_003 + number) % 2**63)
+            randoms.append(torch.rand(len(text), SWEEPS, 3, generator=random, dtype=torch.float64))
+            randoms[-1][[0, -1], :, 0] = 1  # never drawn anew
+        padded = pad_sequence(randoms, batch_first=True, padding_value=1.0).to(device)
+        (call,) = _in_batches(texts, BATCH)
+        inputs = {name: x.to(device) for name, x in call.kwargs.items()}
+        ids = inputs["input_ids"]
+        for chances, places, uniforms in padded.permute(2, 3, 0, 1):
+            chosen = chances < SHARE
+            ids[chosen] = pool[(places[chosen] * len(pool)).long()]
+            ids[chosen] = drawn(model(**inputs).logits[chosen], uniforms[chosen])
+        return [row[: len(text)] for row, text in zip(ids.cpu(), texts)]
+
+    batches = processes.dealt_out("text that the model writes", batch, range(0, count, BATCH))
+    return [text for texts in batches for text in texts]
+
+
+# batches --------------------------------------------------------------------------------------------------------------
+
+
 def _in_batches(texts: list[Tensor], size: int) -> list[Call]:
     """Calls with ``size`` texts each. Where these are not equally long, what is behind their ends is masked."""
     calls = []
@@ -209,10 +254,14 @@ def own_calls(
     ``calls``: the user's data, of which the last ``held_back`` give no prompts: they judge. Any number of processes has
     the same text: batch b is written by process b mod n, and sent to all.
     """
-    refuse_to_write(model, f"self_data={config.self_data}")
+    refuse_to_write(model, f"self_data={config.self_data}", adds=True)
     windows = OWN_WINDOWS * len(token_rows(calls)) if config.self_data == "auto" else int(config.self_data)
-    prompts, length = _prompts(calls, held_back, config, model)
-    written = write_windows(model, prompts, windows, length, config.seed, processes)
+    if writes_text(model):
+        prompts, length = _prompts(calls, held_back, config, model)
+        written = write_windows(model, prompts, windows, length, config.seed, processes)
+    else:
+        rows = token_rows(calls[: len(calls) - held_back]) or token_rows(calls)
+        written = rewritten(model, rows, windows, config.seed, processes)
     size = max(len(ids) for ids in map(_tokens_of, calls) if ids is not None)
     return _in_batches(written, size)
 
@@ -261,8 +310,8 @@ def begin_of_text(model: nn.Module) -> Tensor:
 
 def why_no_text(calls: Sequence[Call], run: Run) -> str | None:
     """Why ``self_data="auto"`` asks for no text of the model's own; None if it asks for some."""
-    if not writes_text(run.model):
-        return f"a {type(run.model).__name__} is no causal language model"
+    if not adds_text(run.model):
+        return f"a {type(run.model).__name__} is no causal or masked language model"
     if not run.storage.resident:
         return "each token takes a pass over all weights, which lie on disk (write_text writes it to a file, as data)"
     if not run.config.split_data:
@@ -272,10 +321,12 @@ def why_no_text(calls: Sequence[Call], run: Run) -> str | None:
     return None
 
 
-def refuse_to_write(model: nn.Module, request: str) -> None:
-    """Raise ValueError for a model that is no causal language model of transformers; ``what`` asked for text."""
-    if not writes_text(model):
-        raise ValueError(f"{request}: a {type(model).__name__} is no causal language model: give more calibration data")
+def refuse_to_write(model: nn.Module, request: str, *, adds: bool = False) -> None:
+    """Raise ValueError for a model that is no causal language model of transformers, nor, if it only ``adds`` text to
+    the user's, a masked one. ``request``: what asked for text."""
+    if not (adds_text(model) if adds else writes_text(model)):
+        kind = "causal or masked" if adds else "causal"
+        raise ValueError(f"{request}: a {type(model).__name__} is no {kind} language model: give more calibration data")
 
 
 def token_rows(calls: Sequence[Call]) -> list[Tensor]:

@@ -11,7 +11,7 @@ from modelopt_sparse.checks import grouped
 from modelopt_sparse.model.devices import bytes_of, input_device
 from modelopt_sparse.model.experts import UP
 from modelopt_sparse.model.find import Stack
-from modelopt_sparse.model.hf import default_seq_len, text_config_of, writes_text
+from modelopt_sparse.model.hf import adds_text, default_seq_len, text_config_of
 from modelopt_sparse.model.layers import CONV
 from modelopt_sparse.plan.options import HELD_BACK_FOR_OUTPUTS, OWN_WINDOWS, STEP_TOKENS, SparsifyConfig
 from modelopt_sparse.plan.plan import LayerPlan, Plan
@@ -48,7 +48,7 @@ def estimated(
     text, reconstruct, distill = text_config_of(model), config.reconstruct, config.distill
     window, added = config.seq_len or default_seq_len(model), config.self_data
     if added == "auto":
-        added = OWN_WINDOWS * config.num_samples if writes_text(model) and config.split_data else 0
+        added = OWN_WINDOWS * config.num_samples if adds_text(model) and config.split_data else 0
     tokens = (config.num_samples + int(added)) * window if config.holds_text else 0  # 0: not known before they are read
     calibrated = takers is not None or any(layer_plan.calibrated for layer_plan in planned)
     widens, per_token = calibrated and config.widens(model), experts_per_token(model)

@@ -410,9 +410,10 @@ class SparsifyConfig:
       batch_size: windows, or images, in a batch. None: about 2048 tokens on the CPU and 8 windows elsewhere; about 1024
         tokens where something is tuned; 8 images.
       seed: which windows are drawn.
-      self_data: how many more windows of text a causal language model writes itself before anything is pruned, from
-        prompts cut out of the calibration data, or as answers to its chats. "auto": three for each of the user's, and
-        none where the model writes no text. They take part in statistics and in all tuning, and never judge.
+      self_data: how many more windows of text a language model writes itself before anything is pruned. A causal one
+        goes on from prompts cut out of the calibration data, or answers its chats; a masked one draws the tokens of the
+        data's rows anew. "auto": three for each of the user's, and none where the model writes no text. They take part
+        in statistics and in all tuning, and never judge.
       count_padding: let padding tokens into the statistics instead of asking for a mask that fits.
       min_tokens: experts of a mixture that are routed fewer tokens than this get what ``experts`` says.
       experts: "pool" fills such experts up to ``min_tokens`` from the tokens of all experts of the layer; "all_tokens"

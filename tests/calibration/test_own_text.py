@@ -13,7 +13,15 @@ import modelopt_sparse as mts
 from modelopt_sparse.accuracy import reconstruct as reconstruction
 from modelopt_sparse.calibration import own_text
 from modelopt_sparse.calibration.data import Call, load_calls, tokens_of
-from modelopt_sparse.calibration.own_text import Prompts, drawn, monotonous, own_calls, token_rows, write_windows
+from modelopt_sparse.calibration.own_text import (
+    Prompts,
+    drawn,
+    monotonous,
+    own_calls,
+    rewritten,
+    token_rows,
+    write_windows,
+)
 from modelopt_sparse.distributed import Processes
 from modelopt_sparse.model.hf import cache_name
 from tests.helpers import TESTBED, Snapshot, assert_same_state, in_steps, refused, state_of, tiny_llama, token_batches
@@ -35,14 +43,33 @@ def written_slowly(model, rows, number, length, seed, prompt=None):
     begin = int(begin_place * (len(row) - size + 1))
     ids = row[begin : begin + size].tolist()
     while len(ids) < length:
-        probabilities = model(torch.tensor([ids])).logits[0, -1].double().softmax(-1).tolist()
-        total, place = 0.0, uniforms[len(ids)] * sum(probabilities)
-        token = -1
-        while total <= place:
-            token += 1
-            total += probabilities[token]
-        ids.append(token)
+        ids.append(walked(model(torch.tensor([ids])).logits[0, -1], uniforms[len(ids)]))
     return ids
+
+
+def walked(logits, uniform):
+    probabilities = logits.double().softmax(-1).tolist()
+    total, token = 0.0, -1
+    while total <= uniform * sum(probabilities):
+        token += 1
+        total += probabilities[token]
+    return token
+
+
+@torch.no_grad()
+def rewritten_slowly(model, rows, number, seed):
+    """One row by itself, each chosen token replaced and then drawn."""
+    random = torch.Generator().manual_seed(seed * 1_000_003 + number)
+    text, pool = rows[number % len(rows)].tolist(), [token for row in rows for token in row.tolist()]
+    randoms = torch.rand(len(text), 4, 3, generator=random, dtype=torch.float64).tolist()
+    for sweep in range(4):
+        chosen = [i for i in range(1, len(text) - 1) if randoms[i][sweep][0] < 0.4]
+        for i in chosen:
+            text[i] = pool[int(randoms[i][sweep][1] * len(pool))]
+        logits = model(torch.tensor([text])).logits[0]
+        for i in chosen:
+            text[i] = walked(logits[i], randoms[i][sweep][2])
+    return text
 
 
 def windows_of(model, rows, count, length, seed, processes=None):
@@ -65,6 +92,26 @@ def test_windows_are_what_the_model_says_token_by_token(build):
         windows = windows_of(model, ROWS, 3, LENGTH, seed=3)
     assert windows.shape == (3, LENGTH)
     assert windows.tolist() == [written_slowly(model, ROWS, i, LENGTH, 3) for i in range(3)]
+
+
+def masked_bert() -> nn.Module:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+    return hf.BertForMaskedLM(hf.BertConfig(vocab_size=97, **sizes)).eval()
+
+
+def test_rows_of_a_masked_model_are_drawn_anew_token_by_token(monkeypatch):
+    """Rows in turn, of any length; whatever batch they are in."""
+    model, rows = masked_bert(), [*ROWS[:2], ROWS[2][:5], ROWS[3][:2], ROWS[3][:3]]
+    source = [row for row in rows if len(row) > 2]
+    for size in (32, 3):
+        monkeypatch.setattr(own_text, "BATCH", size)
+        with torch.no_grad():
+            texts = rewritten(model, rows, 6, 5, Processes())
+        assert [text.tolist() for text in texts] == [rewritten_slowly(model, source, i, 5) for i in range(6)]
+    assert not torch.equal(texts[0], texts[4]), "the second time a row is another one"
+    with pytest.raises(ValueError, match="no row has three tokens"):
+        rewritten(model, [ROWS[0][:2]], 1, 0, Processes())
 
 
 def test_draws_follow_the_distribution():
@@ -168,6 +215,19 @@ def test_prompts_come_from_what_does_not_judge():
     assert all(tuple(window[: LENGTH // 4].tolist()) in cuts for window in written)
 
 
+def test_rows_that_judge_are_not_drawn_anew():
+    model, calls = masked_bert(), [Call((), batch) for batch in batches(3)]
+    calls[-1] = Call((), {"input_ids": torch.full_like(calls[-1].kwargs["input_ids"], 96)})
+    config = mts.SparsifyConfig(data_loader=[], self_data="auto")
+    with torch.no_grad():
+        own = own_calls(model, calls, 1, config, Processes())
+    texts = torch.cat([call.kwargs["input_ids"] for call in own])
+    users = torch.cat([call.kwargs["input_ids"] for call in calls])
+    assert len(texts) == 3 * len(users)
+    rows = users[: len(users) * 2 // 3].repeat(5, 1)[: len(texts)]
+    assert torch.equal(texts[:, [0, -1]], rows[:, [0, -1]])
+
+
 def test_statistics_are_of_both_and_own_text_never_judges(monkeypatch):
     data, numbered = [], []
     tuned, tune = reconstruction._tuned, reconstruction.tune
@@ -208,7 +268,7 @@ def loop(model):
 @pytest.mark.parametrize(
     ("build", "options", "why"),
     [
-        (one_linear, {"data_loader": [torch.ones(2, 8)]}, "a Sequential is no causal"),
+        (one_linear, {"data_loader": [torch.ones(2, 8)]}, "a Sequential is no causal or masked language model"),
         (tiny_llama, {"forward_loop": loop}, "a forward_loop calls it, and no prompts are known"),
         (tiny_llama, {"data_loader": batches(2), "split_data": False}, "each process has data of its own"),
         (
@@ -227,10 +287,11 @@ def test_auto_says_why_none_is_written(build, options, why):
     assert [layer.error for layer in mts.report(model).layers] == [layer.error for layer in mts.report(without).layers]
 
 
-def test_the_plan_counts_text_of_the_models_own():
+@pytest.mark.parametrize("build", [tiny_llama, masked_bert])
+def test_the_plan_counts_text_of_the_models_own(build):
     text = {"data": ["a"], "tokenizer": print, "num_samples": 8, "seq_len": 16}
     auto, number, none = (
-        mts.make_plan(tiny_llama(), "wanda", self_data=windows, **text).memory["cached_activations"]
+        mts.make_plan(build(), "wanda", self_data=windows, **text).memory["cached_activations"]
         for windows in ("auto", 24, 0)
     )
     assert auto == number == 4 * none
@@ -289,15 +350,16 @@ ALL_THE_SAME = "data='self' is text that the model writes, the same in all proce
 @pytest.mark.parametrize(
     ("model", "options", "part"),
     [
-        (bert, MORE, "a BertModel is no causal language model"),
-        (t5, MORE, "a T5ForConditionalGeneration is no causal language model"),
-        (one_linear, MORE, "a Sequential is no causal language model"),
+        (bert, MORE, "a BertModel is no causal or masked language model"),
+        (t5, MORE, "a T5ForConditionalGeneration is no causal or masked language model"),
+        (one_linear, MORE, "a Sequential is no causal or masked language model"),
         (tiny_llama, {**MORE, "data_loader": [{"inputs_embeds": torch.zeros(1, 4, 32)}]}, "a batch has none"),
         (tiny_llama, {"self_data": 4, "forward_loop": print}, "with forward_loop they have none"),
         (tiny_llama, {**MORE, "split_data": False}, "with split_data=False they have none"),
         (tiny_llama, {**MORE, "self_data": -1}, NUMBER),
         (tiny_llama, {**MORE, "self_data": 0.5}, NUMBER),
         (one_linear, {"data": "self"}, "data='self': a Sequential is no causal language model"),
+        (masked_bert, {"data": "self"}, "data='self': a BertForMaskedLM is no causal language model"),
         (lambda: beginning(tiny_llama()), {"data": "self"}, "no token is known to begin with"),
         (tiny_llama, {"data": "self", "processor": print}, ALL_THE_SAME),
         (tiny_llama, {"data": "self", "split_data": False}, "leave split_data=False out"),
