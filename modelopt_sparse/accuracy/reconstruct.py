@@ -87,9 +87,10 @@ def reconstruct(
     all of it is tuned); those of ``movable`` may move.
 
     The first block of a stack, and the one in its middle, are tuned in the ways that `Reconstruct` leaves open
-    ("auto"), one of which is not to tune them, each time with one of HELD_BACK_FOR_OUTPUTS steps held back. Then they
-    are tuned in the best of them, as are the blocks after them. ``judge`` says how far the model's output is from the
-    dense model's on the steps held back, with this block as it is; without it the error of the block decides.
+    ("auto"), one of which is not to tune them, each time for half of the epochs and with one of HELD_BACK_FOR_OUTPUTS
+    steps held back. Then they are tuned in the best of them, as are the blocks after them. ``judge`` says how far the
+    model's output is from the dense model's on the steps held back, with this block as it is; without it the error of
+    the block decides.
 
     Never worse on the batches held back, see `tune`. ``requires_grad`` and gradients are as before afterwards.
     """
@@ -109,12 +110,13 @@ def reconstruct(
             for candidate in [way._replace(**{part: value}) for value in values] if tried else []:
                 if candidate in losses:
                     continue
-                report = _tuned(block, goals, weights, movable, inputs, candidate, HELD_BACK_FOR_OUTPUTS)
+                epochs = math.ceil(options.epochs / 2)
+                report = _tuned(block, goals, weights, movable, inputs, candidate, epochs, HELD_BACK_FOR_OUTPUTS)
                 loss = report.error_after if judge is None else judge()
                 losses[candidate] = loss if math.isfinite(loss) else math.inf
                 _write(solved, movable)
             way = min(losses, key=losses.__getitem__, default=way)
-        report = _tuned(block, goals, weights, movable, inputs, way, HELD_BACK)
+        report = _tuned(block, goals, weights, movable, inputs, way, options.epochs, HELD_BACK)
     except BaseException:
         run.report.notes.append(f"{block.name!r}: its reconstruction was broken off; it has the best values up to then")
         raise
@@ -173,13 +175,12 @@ def _tuned(
     movable: Mapping[nn.Parameter, TrainableMask],
     inputs: AtBlock,
     way: Way,
+    epochs: int,
     one_of: int,
 ) -> BlockReport:
-    """Tune the ``weights`` of a block with their masks. One of ``one_of`` steps is held back."""
-    config, began = inputs.run.config, time.perf_counter()
-    assert config.reconstruct is not None
+    """Tune the ``weights`` of a block with their masks in one way. One of ``one_of`` steps is held back."""
+    began = time.perf_counter()
     movable, metric = movable if way.moves else {}, goals.metric if way.fisher else None
-    epochs = 0 if way.rate == AS_SOLVED else config.reconstruct.epochs
 
     def squared(values: Tensor, index: int) -> Tensor:
         """The squared norm of the values of real tokens, in the metric."""
@@ -204,7 +205,8 @@ def _tuned(
         judge = partial(batches.validation_error, lambda index: (float(error(index)), energies[index]))
         before = judge()
         values.scale_rate(before)
-        best, epoch, notes = tune(values, batches, epochs, config.seed, loss, judge, before)
+        epochs = 0 if way.rate == AS_SOLVED else epochs
+        best, epoch, notes = tune(values, batches, epochs, inputs.run.config.seed, loss, judge, before)
     return BlockReport(block.name, before, best, epoch, round(time.perf_counter() - began, 3), notes)
 
 

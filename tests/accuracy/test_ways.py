@@ -16,7 +16,7 @@ from modelopt_sparse.accuracy.reconstruct import Way
 from tests.helpers import assert_same_state, in_steps, judging_outputs, state_of, tiny_llama, token_batches
 
 BATCHES = 9
-OPEN = {"epochs": 2, "learning_rate": "auto", "masks": "auto", "metric": "auto"}
+OPEN = {"epochs": 3, "learning_rate": "auto", "masks": "auto", "metric": "auto"}
 WAYS = [Way(*way) for way in itertools.product((0.2, 0.1, 0.4), (False, True), (False, True))]
 
 
@@ -26,16 +26,16 @@ def sparsified(blocks=1, **options):
     return mts.sparsify(model, "wanda", **options)
 
 
-def options_of(way: Way) -> dict:
+def options_of(way: Way, epochs: int = 3) -> dict:
     masks, metric = ("move" if way.moves else "frozen"), ("fisher" if way.fisher else "plain")
-    return {"epochs": 2, "learning_rate": way.rate, "masks": masks, "metric": metric}
+    return {"epochs": epochs, "learning_rate": way.rate, "masks": masks, "metric": metric}
 
 
 def tried(monkeypatch, way: Way):
-    """What a way comes to while it is tried: a quarter of the steps is held back."""
+    """What a way comes to while it is tried: half of three epochs, and a quarter of the steps is held back."""
     with monkeypatch.context() as patch:
         patch.setattr(reconstruct, "HELD_BACK", reconstruct.HELD_BACK_FOR_OUTPUTS)
-        return sparsified(reconstruct=options_of(way))
+        return sparsified(reconstruct=options_of(way, epochs=2))
 
 
 def divergence(model) -> float:
@@ -118,7 +118,7 @@ def test_where_the_output_cannot_be_asked_blocks_have_the_say(monkeypatch):
         for batch in in_steps(token_batches(BATCHES)):
             model(batch)
 
-    options = {"epochs": 2, "masks": "auto"}
+    options = {"epochs": 3, "masks": "auto"}
     model = sparsified(reconstruct=options, data_loader=None, forward_loop=loop)
     why = "how blocks are tuned is chosen by their own errors, not by the model's output: a forward_loop calls it"
     assert any(note.startswith(why) for note in mts.report(model).notes)
