@@ -29,7 +29,7 @@ from modelopt_sparse.accuracy.tuning import (
 from modelopt_sparse.calibration.calls import AtBlock, Inputs
 from modelopt_sparse.calibration.dense import BlockTask
 from modelopt_sparse.calibration.forward import INSTEAD, PaddingError, forward_context
-from modelopt_sparse.plan.options import HELD_BACK, HELD_BACK_FOR_OUTPUTS
+from modelopt_sparse.plan.options import AUTO, HELD_BACK, HELD_BACK_FOR_OUTPUTS
 from modelopt_sparse.reports.values import BlockReport
 from modelopt_sparse.run import Run
 
@@ -52,6 +52,7 @@ def dense_goals(block: BlockTask, inputs: Inputs, run: Run) -> Goals | None:
     return Goals(outputs, inputs.data.metrics.get(inputs.block)) if block.layer_plans else None
 
 
+EPOCHS, WITH_OWN_TEXT = 8, 4  # passes over the data, if they are not said; own text makes it four times as long
 RATES = (0.2, 0.1, 0.4)  # learning rates that are tried
 AS_SOLVED = 0.0  # the rate that changes nothing
 
@@ -101,6 +102,7 @@ def reconstruct(
     if not weights:
         run.report.notes.append(f"{block.name!r} is not reconstructed: modules outside of it hold all of its weights")
         return
+    epochs = (WITH_OWN_TEXT if inputs.data.written else EPOCHS) if options.epochs == AUTO else options.epochs
     left_open = _left_open(inputs, movable, goals, proved=judge is not None)
     way, losses = Way(*(values[0] for values in left_open)), dict[Way, float]()
     solved = _copies(weights, movable) if max(map(len, left_open)) > 1 else []
@@ -110,13 +112,13 @@ def reconstruct(
             for candidate in [way._replace(**{part: value}) for value in values] if tried else []:
                 if candidate in losses:
                     continue
-                epochs = math.ceil(options.epochs / 2)
-                report = _tuned(block, goals, weights, movable, inputs, candidate, epochs, HELD_BACK_FOR_OUTPUTS)
+                half = math.ceil(epochs / 2)
+                report = _tuned(block, goals, weights, movable, inputs, candidate, half, HELD_BACK_FOR_OUTPUTS)
                 loss = report.error_after if judge is None else judge()
                 losses[candidate] = loss if math.isfinite(loss) else math.inf
                 _write(solved, movable)
             way = min(losses, key=losses.__getitem__, default=way)
-        report = _tuned(block, goals, weights, movable, inputs, way, options.epochs, HELD_BACK)
+        report = _tuned(block, goals, weights, movable, inputs, way, epochs, HELD_BACK)
     except BaseException:
         run.report.notes.append(f"{block.name!r}: its reconstruction was broken off; it has the best values up to then")
         raise

@@ -14,7 +14,7 @@ import torch
 from accelerate.utils import convert_file_size_to_int
 from torch.utils.data import Dataset
 
-from modelopt_sparse.checks import Stream, check_number, check_options, is_whole, shown
+from modelopt_sparse.checks import Stream, check_number, check_options, check_whole, is_whole, shown
 from modelopt_sparse.methods.base import Method
 from modelopt_sparse.methods.patterns import NM, Pattern, Unstructured, parse_pattern
 from modelopt_sparse.methods.scores import GivenMask
@@ -182,7 +182,7 @@ class Quality:
 
 
 BALANCED = {"epochs": 4, "learning_rate": "auto", "masks": "auto"}
-BEST = {"self_data": "auto", "reconstruct": {**BALANCED, "metric": "auto"}}
+BEST = {"self_data": "auto", "reconstruct": {**BALANCED, "epochs": "auto", "metric": "auto"}}
 QUALITIES: dict[str, Quality] = {
     "fast": Quality("sparsegpt", {"polish": 3}, shares=False),
     "balanced": Quality("alps", {"reconstruct": BALANCED}),
@@ -209,7 +209,7 @@ class Reconstruct:
     """How blocks are reconstructed: each towards what it puts out in the dense model, so that it makes up for the
     sparse blocks before it.
 
-    epochs: passes over the calibration batches.
+    epochs: passes over the calibration batches. "auto": 8, or 4 where they hold text that the model has written.
     learning_rate: of each tensor it is ``learning_rate * rms(kept weights) / sqrt(kept weights per output)``, and falls
       to 0 as a cosine. Where the block's relative squared error e is below 0.01 it is ``sqrt(e / 0.01)`` of that.
       "auto": 0.2, 0.1 and 0.4 are tried, see ``masks``.
@@ -226,7 +226,7 @@ class Reconstruct:
       report says.
     """
 
-    epochs: int = 4
+    epochs: int | Literal["auto"] = 4
     learning_rate: float | Literal["auto"] = 0.2
     norms_and_biases: bool = True
     masks: Literal["frozen", "move", "auto"] = "frozen"
@@ -234,6 +234,7 @@ class Reconstruct:
 
     def __post_init__(self) -> None:
         check_options(self, "reconstruct: ")
+        check_whole("reconstruct: epochs", self.epochs, instead=AUTO)
         check_number("reconstruct: learning_rate", self.learning_rate, "(0, 10]", AUTO)
 
     @property

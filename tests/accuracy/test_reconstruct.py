@@ -387,7 +387,7 @@ def test_ways_to_ask_for_it():
         (0.5, "give True, False, a number of epochs, or a mapping"),
         (Distill(), "give True, False, a number of epochs, or a mapping"),
         ({"epoch": 3}, "option 'epoch' is not known, did you mean 'epochs'"),
-        ({"epochs": 0}, "epochs=0: must be a positive whole number"),
+        ({"epochs": 0}, "epochs=0: must be a positive whole number, or 'auto'"),
         ({"learning_rate": 20}, r"learning_rate=20: must be a number in \(0, 10\], or 'auto'"),
         ({"learning_rate": "fast"}, r"learning_rate='fast': must be a number in \(0, 10\], or 'auto'"),
         ({"masks": "both"}, "masks='both': allowed are 'frozen', 'move', 'auto'"),

@@ -255,6 +255,15 @@ def test_auto_writes_three_for_each_of_the_users():
     assert mts.report(auto).settings["self_data"] == "auto"
 
 
+@pytest.mark.parametrize(("own_text", "epochs"), [(0, 8), (12, 4)])
+def test_epochs_auto_are_fewer_with_own_text(monkeypatch, own_text, epochs):
+    seen, tune = [], reconstruction.tune
+    monkeypatch.setattr(reconstruction, "tune", lambda *args: seen.append(args[2]) or tune(*args))
+    options = {"data_loader": batches(2), "self_data": own_text, "reconstruct": {"epochs": "auto"}, "progress": False}
+    mts.sparsify(tiny_llama(num_hidden_layers=1), "wanda", **options)
+    assert seen == [epochs]
+
+
 def one_linear():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, 8))
