@@ -58,6 +58,8 @@ RUNS: dict[str, dict] = {
     "frozen+permuted": {"method": "alps", "reconstruct": FROZEN, "permute": True},
     "moving+permuted": {"method": "alps", "reconstruct": MOVE, "permute": True},
     "fisher+permuted": {"method": "alps", "reconstruct": {**FROZEN, "metric": "fisher"}, "permute": True},
+    "alps+text": {"method": "alps", "self_data": "auto"},
+    "frozen+permuted+text": {"method": "alps", "reconstruct": FROZEN, "permute": True, "self_data": "auto"},
     "balanced": {"quality": "balanced"},
     "best": {"quality": "best"},
     "max": {"quality": "max"},

@@ -313,7 +313,8 @@ def why_no_text(calls: Sequence[Call], run: Run) -> str | None:
     if not adds_text(run.model):
         return f"a {type(run.model).__name__} is no causal or masked language model"
     if not run.storage.resident:
-        return "each token takes a pass over all weights, which lie on disk (write_text writes it to a file, as data)"
+        file = " (write_text writes it to a file, as data)" if writes_text(run.model) else ""
+        return f"each token takes a pass over all weights, which lie on disk{file}"
     if not run.config.split_data:
         return "split_data=False says that each process has data of its own"
     if any(_tokens_of(call) is None for call in calls):
