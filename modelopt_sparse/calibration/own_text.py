@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers.cache_utils import DynamicLayer
 
 from modelopt_sparse.calibration.data import Call, chat_prompts, text_windows
 from modelopt_sparse.distributed import Processes
@@ -102,8 +101,6 @@ def _continued(model: nn.Module, prompts: Sequence[Tensor], uniforms: Tensor, en
     for position in range(int(begun.min()), ids.shape[1]):
         output = model(input_ids=ids[:, read:position], **cache)
         if name is not None:
-            if read == 0:
-                _make_room(getattr(output, name), ids.shape[1])
             read, cache[name] = position, getattr(output, name)
         going_on = (begun <= position) & (position < sizes)
         ids[:, position] = torch.where(going_on, drawn(output.logits[:, -1], uniforms[:, position]), ids[:, position])
@@ -111,31 +108,6 @@ def _continued(model: nn.Module, prompts: Sequence[Tensor], uniforms: Tensor, en
         if (sizes <= position + 1).all():
             break
     return [row[:size] for row, size in zip(ids.cpu(), sizes.tolist())]
-
-
-class _Roomy(DynamicLayer):
-    """The keys and values of a layer, with room for as many as there will be: that of a token is written behind those
-    before it. Transformers' own layer copies all of them for each token."""
-
-    def __init__(self, keys: Tensor, values: Tensor, length: int) -> None:
-        super().__init__()
-        self.lazy_initialization(keys, values)
-        self._rooms = [x.new_empty(*x.shape[:-2], length, x.shape[-1]) for x in (keys, values)]
-        self.update(keys, values)
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        begin, end = self.get_seq_length(), self.get_seq_length() + key_states.shape[-2]
-        for room, states in zip(self._rooms, (key_states, value_states)):
-            room[..., begin:end, :] = states
-        self.keys, self.values = (room[..., :end, :] for room in self._rooms)
-        return self.keys, self.values
-
-
-def _make_room(cache: Any, length: int) -> None:
-    """In the layers of a cache that would copy all that they hold for each token; others stay as they are."""
-    for index, layer in enumerate(getattr(cache, "layers", ())):
-        if type(layer) is DynamicLayer and layer.keys is not None and layer.values is not None:
-            cache.layers[index] = _Roomy(layer.keys, layer.values, length)
 
 
 # a row drawn anew -----------------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ import pytest
 import torch
 import transformers as hf
 from torch import nn
-from transformers.cache_utils import DynamicCache, DynamicLayer
 
 import modelopt_sparse as mts
 from modelopt_sparse.accuracy import reconstruct as reconstruction
@@ -23,7 +22,6 @@ from modelopt_sparse.calibration.own_text import (
     write_windows,
 )
 from modelopt_sparse.distributed import Processes
-from modelopt_sparse.model.hf import cache_name
 from tests.helpers import TESTBED, Snapshot, assert_same_state, in_steps, refused, state_of, tiny_llama, token_batches
 
 pytestmark = pytest.mark.core
@@ -168,32 +166,6 @@ def test_with_a_kv_cache_each_token_is_run_once():
     first, *others = widths
     assert set(others) == {1}
     assert first + len(others) == LENGTH - 1  # the last token that is written is run by nobody
-
-
-def test_keys_and_values_of_a_text_are_not_copied_for_each_token():
-    """Each layer of a cache has its place from the second token on; layers of another kind stay what they are."""
-    model, places = tiny_llama().eval(), []
-
-    def see(module, args, output):
-        layers = getattr(output, cache_name(model)).layers
-        places.append({x.untyped_storage().data_ptr() for layer in layers for x in (layer.keys, layer.values)})
-
-    with model.register_forward_hook(see):
-        windows_of(model, ROWS, 2, LENGTH, seed=0)
-    _, *others = places
-    assert all(each == others[0] for each in others)
-    assert len(others[0]) == 2 * model.config.num_hidden_layers
-
-    class Other(DynamicLayer):
-        pass
-
-    cache, (layer, other) = DynamicCache(), (DynamicLayer(), Other())
-    for each in (layer, other):
-        each.update(*torch.randn(2, 1, 1, 3, 4))
-    cache.layers = [layer, other, DynamicLayer()]
-    own_text._make_room(cache, 5)
-    assert [type(each) for each in cache.layers] == [own_text._Roomy, Other, DynamicLayer]
-    assert torch.equal(cache.layers[0].keys, layer.keys)
 
 
 # in a run -----------------------------------------------------------------------------------------------------------
