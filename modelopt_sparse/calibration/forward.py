@@ -545,10 +545,9 @@ def _written(run: Run, write: Callable[[], list[Call]]) -> list[Call]:
     began = time.perf_counter()
     with forward_context(run):
         calls = write()
-    seconds = time.perf_counter() - began
-    windows = sum(len(batch.kwargs["input_ids"]) for batch in calls)
-    run.report.notes.append(f"the dense model wrote {windows} windows of text itself, in {seconds:.0f} s")
-    if problem := monotonous(token_rows(calls)):
+    seconds, rows = time.perf_counter() - began, token_rows(calls)
+    run.report.notes.append(f"the dense model wrote {len(rows)} windows of text itself, in {seconds:.0f} s")
+    if problem := monotonous(rows):
         warnings.warn(problem, stacklevel=2)
         run.report.notes.append(problem)
     return calls

@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from modelopt_sparse.calibration.data import Call, chat_prompts, text_windows
 from modelopt_sparse.distributed import Processes
-from modelopt_sparse.model.devices import input_device
+from modelopt_sparse.model.devices import input_device, map_tensors
 from modelopt_sparse.model.find import model_inside
 from modelopt_sparse.model.hf import adds_text, cache_name, default_seq_len, writes_text
 from modelopt_sparse.model.output import drawn
@@ -110,45 +110,44 @@ def _continued(model: nn.Module, prompts: Sequence[Tensor], uniforms: Tensor, en
     return [row[:size] for row, size in zip(ids.cpu(), sizes.tolist())]
 
 
-# a row drawn anew -----------------------------------------------------------------------------------------------------
+# rows drawn anew ------------------------------------------------------------------------------------------------------
 
 
 SWEEPS, SHARE = 4, 0.4  # how often tokens are drawn anew, and what share of a row's at a time
 
 
-def rewritten(model: nn.Module, rows: Sequence[Tensor], count: int, seed: int, processes: Processes) -> list[Tensor]:
-    """``count`` texts of a masked language model, on the CPU: the user's ``rows`` in turn, with other tokens.
+def rewritten(model: nn.Module, calls: Sequence[Call], count: int, seed: int, processes: Processes) -> list[Call]:
+    """Calls with at least ``count`` texts of a masked language model: the user's in turn, with other tokens.
 
-    In each sweep tokens drawn from all rows stand in for a random SHARE of a text's, which are then drawn from what
-    the model predicts in their places (Gibbs sampling, Wang and Cho 2019, arXiv 1902.04094; with those in place of a
-    mask token, which need not be known). A row's first and last token, which mark its ends, stay. Text i depends on
-    (seed, i), as those of `write_windows`. Raises ValueError if no row has a token between these two.
+    In each sweep tokens drawn from all of the user's stand in for a random SHARE of a row's, which are then drawn from
+    what the model predicts in their places (Gibbs sampling, Wang and Cho 2019, arXiv 1902.04094; with those in place
+    of a mask token, which need not be known). A row's first and last token, which mark its ends, and padding stay.
+    Text i depends on (seed, i), as those of `write_windows`.
     """
-    rows = [row.cpu() for row in rows if len(row) > 2]
-    if not rows:
-        raise ValueError("own text draws tokens between the first and the last of a row anew: no row has three tokens")
-    pool = torch.cat(rows).to(device := input_device(model))
+    device = input_device(model)
+    pool = torch.cat(token_rows(calls)).to(device)
+    firsts = [0]  # the number of each call's first text
+    while firsts[-1] < count:
+        firsts.append(firsts[-1] + len(call_tokens(calls[(len(firsts) - 1) % len(calls)])))
 
-    def batch(begin: int) -> list[Tensor]:
-        numbers = range(begin, min(begin + BATCH, count))
-        texts = [rows[number % len(rows)] for number in numbers]
-        randoms = []  # [tokens, sweeps, 3]: whether a token is drawn anew, what stands in for it, and what is drawn
-        for number, text in zip(numbers, texts):
-            random = torch.Generator().manual_seed((seed * 1_000_003 + number) % 2**63)
-            randoms.append(torch.rand(len(text), SWEEPS, 3, generator=random, dtype=torch.float64))
-            randoms[-1][[0, -1], :, 0] = 1  # never drawn anew
-        padded = pad_sequence(randoms, batch_first=True, padding_value=1.0).to(device)
-        (call,) = _in_batches(texts, BATCH)
-        inputs = {name: x.to(device) for name, x in call.kwargs.items()}
-        ids = inputs["input_ids"]
-        for chances, places, uniforms in padded.permute(2, 3, 0, 1):
-            chosen = chances < SHARE
+    def drawn_anew(number: int) -> Tensor:
+        call = calls[number % len(calls)]
+        args, kwargs = map_tensors(lambda x: x.to(device, copy=True), (call.args, call.kwargs))
+        ids, randoms = call_tokens(Call(args, kwargs)), []
+        for text in range(firsts[number], firsts[number + 1]):
+            random = torch.Generator().manual_seed((seed * 1_000_003 + text) % 2**63)
+            randoms.append(torch.rand(ids.shape[1], SWEEPS, 3, generator=random, dtype=torch.float64))
+        mask = kwargs.get("attention_mask")
+        place = (torch.ones_like(ids) if mask is None else mask.bool()).cumsum(-1)
+        inside = (place > 1) & (place < place[:, -1:])
+        for chances, places, uniforms in torch.stack(randoms).to(device).permute(2, 3, 0, 1):
+            chosen = inside & (chances < SHARE)
             ids[chosen] = pool[(places[chosen] * len(pool)).long()]
-            ids[chosen] = drawn(model(**inputs).logits[chosen], uniforms[chosen])
-        return [row[: len(text)] for row, text in zip(ids.cpu(), texts)]
+            ids[chosen] = drawn(model(*args, **kwargs).logits[chosen], uniforms[chosen])
+        return ids.cpu()
 
-    batches = processes.dealt_out("text that the model writes", batch, range(0, count, BATCH))
-    return [text for texts in batches for text in texts]
+    written = processes.dealt_out("text that the model writes", drawn_anew, range(len(firsts) - 1))
+    return [with_tokens(calls[number % len(calls)], ids) for number, ids in enumerate(written)]
 
 
 # batches --------------------------------------------------------------------------------------------------------------
@@ -224,17 +223,15 @@ def own_calls(
     """The windows that ``config.self_data`` asks for, in batches as large as the user's.
 
     ``calls``: the user's data, of which the last ``held_back`` give no prompts: they judge. Any number of processes has
-    the same text: batch b is written by process b mod n, and sent to all.
+    the same text: batch b is written by process b mod n, and sent to all. A masked model fills whole batches.
     """
     refuse_to_write(model, f"self_data={config.self_data}", adds=True)
     windows = OWN_WINDOWS * len(token_rows(calls)) if config.self_data == "auto" else int(config.self_data)
-    if writes_text(model):
-        prompts, length = _prompts(calls, held_back, config, model)
-        written = write_windows(model, prompts, windows, length, config.seed, processes)
-    else:
-        rows = token_rows(calls[: len(calls) - held_back]) or token_rows(calls)
-        written = rewritten(model, rows, windows, config.seed, processes)
-    size = max(len(ids) for ids in map(_tokens_of, calls) if ids is not None)
+    if not writes_text(model):
+        return rewritten(model, calls[: len(calls) - held_back] or calls, windows, config.seed, processes)
+    prompts, length = _prompts(calls, held_back, config, model)
+    written = write_windows(model, prompts, windows, length, config.seed, processes)
+    size = max(len(call_tokens(call)) for call in calls)
     return _in_batches(written, size)
 
 
@@ -306,11 +303,23 @@ def token_rows(calls: Sequence[Call]) -> list[Tensor]:
     """The user's token rows, padding left out. Raises ValueError if a batch holds no token ids."""
     rows = []
     for call in calls:
-        ids, mask = _tokens_of(call), call.kwargs.get("attention_mask")
-        if ids is None:
-            raise ValueError("own text begins with input_ids [windows, tokens], a batch has none: give token batches")
+        ids, mask = call_tokens(call), call.kwargs.get("attention_mask")
         rows += list(ids) if mask is None else [row[row_mask.bool()] for row, row_mask in zip(ids, mask)]
     return rows
+
+
+def call_tokens(call: Call) -> Tensor:
+    """The token ids [rows, tokens] of a batch. Raises ValueError if it holds none."""
+    if (ids := _tokens_of(call)) is None:
+        raise ValueError("own text begins with input_ids [windows, tokens], a batch has none: give token batches")
+    return ids
+
+
+def with_tokens(call: Call, ids: Tensor) -> Call:
+    """A call of the model's own text, with all else that ``call`` has."""
+    if "input_ids" in call.kwargs:
+        return Call(call.args, {**call.kwargs, "input_ids": ids})
+    return Call((ids, *call.args[1:]), call.kwargs)
 
 
 def _tokens_of(call: Call) -> Tensor | None:

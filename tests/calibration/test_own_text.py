@@ -55,16 +55,18 @@ def walked(logits, uniform):
 
 
 @torch.no_grad()
-def rewritten_slowly(model, rows, number, seed):
-    """One row by itself, each chosen token replaced and then drawn."""
+def rewritten_slowly(model, ids, mask, types, pool, number, seed):
+    """One row by itself, each chosen token replaced and then drawn. ``mask``: 1 for real tokens."""
     random = torch.Generator().manual_seed(seed * 1_000_003 + number)
-    text, pool = rows[number % len(rows)].tolist(), [token for row in rows for token in row.tolist()]
-    randoms = torch.rand(len(text), 4, 3, generator=random, dtype=torch.float64).tolist()
+    randoms = torch.rand(len(ids), 4, 3, generator=random, dtype=torch.float64).tolist()
+    real = [i for i in range(len(ids)) if mask[i]]
+    text = ids.tolist()
     for sweep in range(4):
-        chosen = [i for i in range(1, len(text) - 1) if randoms[i][sweep][0] < 0.4]
+        chosen = [i for i in real[1:-1] if randoms[i][sweep][0] < 0.4]
         for i in chosen:
             text[i] = pool[int(randoms[i][sweep][1] * len(pool))]
-        logits = model(torch.tensor([text])).logits[0]
+        inputs = {"input_ids": torch.tensor([text]), "attention_mask": mask[None], "token_type_ids": types[None]}
+        logits = model(**inputs).logits[0]
         for i in chosen:
             text[i] = walked(logits[i], randoms[i][sweep][2])
     return text
@@ -98,18 +100,29 @@ def masked_bert() -> nn.Module:
     return hf.BertForMaskedLM(hf.BertConfig(vocab_size=97, **sizes)).eval()
 
 
-def test_rows_of_a_masked_model_are_drawn_anew_token_by_token(monkeypatch):
-    """Rows in turn, of any length; whatever batch they are in."""
-    model, rows = masked_bert(), [*ROWS[:2], ROWS[2][:5], ROWS[3][:2], ROWS[3][:3]]
-    source = [row for row in rows if len(row) > 2]
-    for size in (32, 3):
-        monkeypatch.setattr(own_text, "BATCH", size)
-        with torch.no_grad():
-            texts = rewritten(model, rows, 6, 5, Processes())
-        assert [text.tolist() for text in texts] == [rewritten_slowly(model, source, i, 5) for i in range(6)]
-    assert not torch.equal(texts[0], texts[4]), "the second time a row is another one"
-    with pytest.raises(ValueError, match="no row has three tokens"):
-        rewritten(model, [ROWS[0][:2]], 1, 0, Processes())
+def test_rows_of_a_masked_model_are_drawn_anew_token_by_token():
+    """Batches in turn, with all else that they have; padding and the ends of a row stay."""
+    model, ids = masked_bert(), torch.stack(ROWS[:6])
+    masks, types = torch.ones_like(ids), torch.arange(ids.numel()).view_as(ids) % 2
+    for row, (begin, end) in enumerate([(0, LENGTH), (2, LENGTH), (0, 5), (3, 5), (1, 4), (0, LENGTH - 1)]):
+        masks[row, :begin], masks[row, end:] = 0, 0
+    parts = [slice(0, 4), slice(4, 6)]
+    calls = [
+        Call((ids[part],) * positional, {"attention_mask": masks[part], "token_type_ids": types[part]})
+        for part, positional in zip(parts, (True, False))
+    ]
+    calls[1].kwargs["input_ids"] = ids[parts[1]]
+    before = ids.clone()
+    with torch.no_grad():
+        own = rewritten(model, calls, 7, 5, Processes())
+    assert [len(call.kwargs["attention_mask"]) for call in own] == [4, 2, 4]
+    assert torch.equal(ids, before)
+    texts = torch.cat([own_text.call_tokens(call) for call in own])
+    pool = ids[masks.bool()].tolist()
+    for number, text in enumerate(texts):
+        row = number % 6
+        assert text.tolist() == rewritten_slowly(model, ids[row], masks[row], types[row], pool, number, 5)
+    assert not torch.equal(texts[0], texts[6]), "the second time a row is another one"
 
 
 def test_draws_follow_the_distribution():
