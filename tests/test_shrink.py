@@ -306,12 +306,11 @@ def test_a_budget_is_kept():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("budget", ["70% params", "75% flops"])
-def test_a_budget_takes_the_best_of_all_pairs(budget):
+def test_a_budget_takes_the_best_of_all_pairs():
     """Of all numbers of blocks and multiples of 32, each shrunk for itself and reconstructed as long as it may be."""
     batches = list(trained_windows("calibration.txt", 128)[:16].split(4))
-    model = trained_model()
-    ceiling = float(budget.split("%")[0]) / 100 * cost_of(model, budget, 0, 384)
+    model, budget = trained_model(), "70% params"
+    ceiling = 0.7 * cost_of(model, budget, 0, 384)
     divergences = {}
     for blocks in range(5):
         fitting = [width for width in range(32, 385, 32) if cost_of(model, budget, blocks, width) <= ceiling]
