@@ -336,6 +336,13 @@ def t5() -> nn.Module:
     return hf.T5ForConditionalGeneration(hf.T5Config(**sizes))
 
 
+def bart() -> nn.Module:
+    """Transformers lists it among masked language models as well."""
+    layers = {f"{part}_{what}": 1 for part in ("encoder", "decoder") for what in ("layers", "attention_heads")}
+    sizes = {"d_model": 16, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
+    return hf.BartForConditionalGeneration(hf.BartConfig(vocab_size=97, **layers, **sizes))
+
+
 MORE = {"data_loader": batches(2), "self_data": 4}
 NUMBER = "must be a number of windows of text, 0, or 'auto'"
 ALL_THE_SAME = "data='self' is text that the model writes, the same in all processes"
@@ -346,6 +353,7 @@ ALL_THE_SAME = "data='self' is text that the model writes, the same in all proce
     [
         (bert, MORE, "a BertModel is no causal or masked language model"),
         (t5, MORE, "a T5ForConditionalGeneration is no causal or masked language model"),
+        (bart, MORE, "a BartForConditionalGeneration is no causal or masked language model"),
         (one_linear, MORE, "a Sequential is no causal or masked language model"),
         (tiny_llama, {**MORE, "data_loader": [{"inputs_embeds": torch.zeros(1, 4, 32)}]}, "a batch has none"),
         (tiny_llama, {"self_data": 4, "forward_loop": print}, "with forward_loop they have none"),
