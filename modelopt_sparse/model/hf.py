@@ -10,7 +10,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from transformers import MODEL_FOR_MASKED_LM_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from modelopt_sparse.distributed import is_sharded
 
@@ -75,7 +75,7 @@ def writes_text(model: nn.Module) -> bool:
 def adds_text(model: nn.Module) -> bool:
     """Whether it can write more text where there is some: one that `writes_text`, or a masked language model of
     transformers, which predicts each token from those on both sides."""
-    mapping: Any = MODEL_FOR_MASKED_LM_MAPPING
+    mapping: Any = transformers.MODEL_FOR_MASKED_LM_MAPPING  # which imports much, so not before it is asked
     masked = mapping.get(type(getattr(model, "config", None)), ())
     return writes_text(model) or (isinstance(model, masked) and not is_encoder_decoder(model))
 
