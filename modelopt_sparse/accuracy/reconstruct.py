@@ -52,7 +52,7 @@ def dense_goals(block: BlockTask, inputs: Inputs, run: Run) -> Goals | None:
     return Goals(outputs, inputs.data.metrics.get(inputs.block)) if block.layer_plans else None
 
 
-EPOCHS, WITH_OWN_TEXT = 8, 4  # passes over the data, if they are not said; own text makes it four times as long
+EPOCHS, WITH_OWN_TEXT = 8, 4  # what epochs="auto" stands for; own text makes each four times as long
 RATES = (0.2, 0.1, 0.4)  # learning rates that are tried
 AS_SOLVED = 0.0  # the rate that changes nothing
 

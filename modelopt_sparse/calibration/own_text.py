@@ -7,8 +7,9 @@ continues the user's text; a masked one draws the tokens of the user's rows anew
 
 import json
 import warnings
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +118,7 @@ SWEEPS, SHARE = 4, 0.4  # how often tokens are drawn anew, and what share of a r
 
 
 def rewritten(model: nn.Module, calls: Sequence[Call], count: int, seed: int, processes: Processes) -> list[Call]:
-    """Calls with at least ``count`` texts of a masked language model: the user's in turn, with other tokens.
+    """Steps with at least ``count`` texts of a masked language model: the user's in turn, with other tokens.
 
     In each sweep tokens drawn from all of the user's stand in for a random SHARE of a row's, which are then drawn from
     what the model predicts in their places (Gibbs sampling, Wang and Cho 2019, arXiv 1902.04094; with those in place
@@ -126,12 +127,16 @@ def rewritten(model: nn.Module, calls: Sequence[Call], count: int, seed: int, pr
     """
     device = input_device(model)
     pool = torch.cat(token_rows(calls)).to(device)
-    firsts = [0]  # the number of each call's first text
-    while firsts[-1] < count:
-        firsts.append(firsts[-1] + len(call_tokens(calls[(len(firsts) - 1) % len(calls)])))
+    steps = 1 + max(call.step or 0 for call in calls)
+    sources, firsts = list[Call](), [0]  # what is drawn anew, and the number of each one's first text
+    while firsts[-1] < count or calls[len(sources) % len(calls)].row > 0:  # whole steps, as in `in_steps`
+        turn, place = divmod(len(sources), len(calls))
+        call = calls[place]
+        sources.append(replace(call, step=None if call.step is None else call.step - steps * (turn + 1)))
+        firsts.append(firsts[-1] + len(call_tokens(call)))
 
     def drawn_anew(number: int) -> Tensor:
-        call = calls[number % len(calls)]
+        call = sources[number]
         args, kwargs = map_tensors(lambda x: x.to(device, copy=True), (call.args, call.kwargs))
         ids, randoms = call_tokens(Call(args, kwargs)), []
         for text in range(firsts[number], firsts[number + 1]):
@@ -146,8 +151,8 @@ def rewritten(model: nn.Module, calls: Sequence[Call], count: int, seed: int, pr
             ids[chosen] = drawn(model(*args, **kwargs).logits[chosen], uniforms[chosen])
         return ids.cpu()
 
-    written = processes.dealt_out("text that the model writes", drawn_anew, range(len(firsts) - 1))
-    return [with_tokens(calls[number % len(calls)], ids) for number, ids in enumerate(written)]
+    written = processes.dealt_out("text that the model writes", drawn_anew, range(len(sources)))
+    return [with_tokens(call, ids) for call, ids in zip(sources, written)]
 
 
 # batches --------------------------------------------------------------------------------------------------------------
@@ -220,10 +225,10 @@ def write_text(
 def own_calls(
     model: nn.Module, calls: Sequence[Call], held_back: int, config: SparsifyConfig, processes: Processes
 ) -> list[Call]:
-    """The windows that ``config.self_data`` asks for, in batches as large as the user's.
+    """The windows that ``config.self_data`` asks for, in steps as large as the user's.
 
     ``calls``: the user's data, of which the last ``held_back`` give no prompts: they judge. Any number of processes has
-    the same text: batch b is written by process b mod n, and sent to all. A masked model fills whole batches.
+    the same text: batch b is written by process b mod n, and sent to all. A masked model fills whole steps.
     """
     refuse_to_write(model, f"self_data={config.self_data}", adds=True)
     windows = OWN_WINDOWS * len(token_rows(calls)) if config.self_data == "auto" else int(config.self_data)
@@ -231,8 +236,10 @@ def own_calls(
         return rewritten(model, calls[: len(calls) - held_back] or calls, windows, config.seed, processes)
     prompts, length = _prompts(calls, held_back, config, model)
     written = write_windows(model, prompts, windows, length, config.seed, processes)
-    size = max(len(call_tokens(call)) for call in calls)
-    return _in_batches(written, size)
+    sizes = Counter[object]()
+    for number, call in enumerate(calls):
+        sizes[(number,) if call.step is None else call.step] += len(call_tokens(call))
+    return _in_batches(written, max(sizes.values()))
 
 
 def _prompts(calls: Sequence[Call], held_back: int, config: SparsifyConfig, model: nn.Module) -> tuple[Prompts, int]:
@@ -316,10 +323,10 @@ def call_tokens(call: Call) -> Tensor:
 
 
 def with_tokens(call: Call, ids: Tensor) -> Call:
-    """A call of the model's own text, with all else that ``call`` has."""
+    """The call with other token ids, and all else that it has."""
     if "input_ids" in call.kwargs:
-        return Call(call.args, {**call.kwargs, "input_ids": ids})
-    return Call((ids, *call.args[1:]), call.kwargs)
+        return replace(call, kwargs={**call.kwargs, "input_ids": ids})
+    return replace(call, args=(ids, *call.args[1:]))
 
 
 def _tokens_of(call: Call) -> Tensor | None:

@@ -108,14 +108,15 @@ def test_rows_of_a_masked_model_are_drawn_anew_token_by_token():
         masks[row, :begin], masks[row, end:] = 0, 0
     parts = [slice(0, 4), slice(4, 6)]
     calls = [
-        Call((ids[part],) * positional, {"attention_mask": masks[part], "token_type_ids": types[part]})
-        for part, positional in zip(parts, (True, False))
+        Call((ids[part],) * (step == 0), {"attention_mask": masks[part], "token_type_ids": types[part]}, step)
+        for step, part in enumerate(parts)
     ]
     calls[1].kwargs["input_ids"] = ids[parts[1]]
     before = ids.clone()
     with torch.no_grad():
         own = rewritten(model, calls, 7, 5, Processes())
     assert [len(call.kwargs["attention_mask"]) for call in own] == [4, 2, 4]
+    assert [call.step for call in own] == [-2, -1, -4], "steps of their own, below the user's"
     assert torch.equal(ids, before)
     texts = torch.cat([own_text.call_tokens(call) for call in own])
     pool = ids[masks.bool()].tolist()

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import BertConfig, BertForMaskedLM
 
 import modelopt_sparse as mts
 from modelopt_sparse.calibration.data import batch_rows, load_calls
@@ -80,13 +81,30 @@ def test_steps_of_text(device):
     assert mts.SparsifyConfig(reconstruct=True, batch_size=8).windows_per_batch(128, 512, torch.device(device)) == 8
 
 
-@pytest.mark.parametrize("options", [{"quality": "balanced"}, {"method": "wanda", "distill": {"epochs": 1}}])
-def test_the_same_rows_in_other_batches_give_the_same_result(options):
+def tiny_bert() -> nn.Module:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    return BertForMaskedLM(BertConfig(vocab_size=97, **sizes))
+
+
+WITH_OWN_TEXT = {"method": "wanda", "self_data": 50, "reconstruct": 1}
+
+
+@pytest.mark.parametrize(
+    ("build", "options"),
+    [
+        (tiny_llama, {"quality": "balanced"}),
+        (tiny_llama, {"method": "wanda", "distill": {"epochs": 1}}),
+        (tiny_llama, WITH_OWN_TEXT),
+        (tiny_bert, WITH_OWN_TEXT),
+    ],
+)
+def test_the_same_rows_in_other_batches_give_the_same_result(build, options):
     """Eight of 32 rows, 64 of 4, and some of other sizes."""
     ids = torch.randint(3, 97, (256, 24), generator=torch.Generator().manual_seed(1))
     weights = []
     for sizes in (32, 4, [100, 1, 155]):
-        model = tiny_llama(num_hidden_layers=1).double()
+        model = build(**({"num_hidden_layers": 1} if build is tiny_llama else {})).double()
         mts.sparsify(model, pattern="2:4", data_loader=ids.split(sizes), progress=False, **options)
         weights.append(dict(model.named_parameters()))
     for other in weights[1:]:
