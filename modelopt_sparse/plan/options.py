@@ -218,8 +218,9 @@ class Reconstruct:
       2102.04010), which needs the data that lets it pay. Masks of your own stay. "auto": both are tried on the first
       block of each stack and the one in its middle, for half of the epochs, and what brings the model's output closest
       to the dense model's, on a quarter of the data that is held back for it, is taken for the blocks after it as well;
-      with the rate "auto" that may be no tuning at all. What is "auto" is tried one after the other: rates, then masks, then metrics, each
-      with the best of those before. Weights in float16, which is too coarse for masks that move, stay frozen.
+      with the rate "auto" that may be no tuning at all. What is "auto" is tried one after the other: rates, then masks,
+      then metrics, each with the best of those before. Weights in float16, which is too coarse for masks that move,
+      stay frozen.
     metric: what the error of a block's output is measured with: "plain", the squared error; "fisher", by what the
       predictions of the dense model depend on, which takes one backward pass through the whole model; "auto": both
       are tried, as those of masks; where the model's output is not known, or its calls are not, it is plain, as the
