@@ -57,28 +57,19 @@ def is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def check_whole(name: str, value: Any, least: int | None = 1, instead: str | None = None) -> None:
-    """Raise ValueError unless the option ``name`` is a whole number of at least ``least``, or what may stand
-    ``instead``."""
-    if not is_whole(value, least) and (instead is None or value != instead):
+def check_whole(name: str, value: Any, least: int | None = 1) -> None:
+    """Raise ValueError unless the option ``name`` is a whole number of at least ``least``."""
+    if not is_whole(value, least):
         kinds = {None: "a whole number", 1: "a positive whole number"}
-        kind = kinds.get(least, f"a whole number of at least {least}") + _or(instead)
-        raise ValueError(f"{name}={shown(value)}: must be {kind}")
+        raise ValueError(f"{name}={shown(value)}: must be {kinds.get(least, f'a whole number of at least {least}')}")
 
 
-def _or(instead: str | None) -> str:
-    return "" if instead is None else f", or {instead!r}"
-
-
-def check_number(name: str, value: Any, interval: str, instead: str | None = None) -> None:
-    """Raise ValueError unless the option ``name`` is a number in an interval, such as "(0, 1]", or what may stand
-    ``instead``."""
-    if instead is not None and value == instead:
-        return
+def check_number(name: str, value: Any, interval: str) -> None:
+    """Raise ValueError unless the option ``name`` is a number in an interval, such as "(0, 1]"."""
     low, high = map(float, interval[1:-1].split(","))
     left_out = [end for end, bracket in ((low, "("), (high, ")")) if bracket in interval]
     if not is_number(value) or not low <= value <= high or value in left_out:
-        raise ValueError(f"{name}={shown(value)}: must be a number in {interval}{_or(instead)}")
+        raise ValueError(f"{name}={shown(value)}: must be a number in {interval}")
 
 
 def check_choice(name: str, value: Any, allowed: Sequence[Any]) -> None:

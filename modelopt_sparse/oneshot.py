@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from modelopt_sparse.accuracy.distill import Teacher, distill_from, distillable, judge_of, refuse_to_distill
+from modelopt_sparse.accuracy.distill import Teacher, distill_from, distillable, refuse_to_distill
 from modelopt_sparse.accuracy.fisher import with_metrics
 from modelopt_sparse.budget.choose import BudgetCurve, budgeted, curve_of
 from modelopt_sparse.calibration.data import Call
@@ -88,20 +88,19 @@ def prune(
         processes.check_same(facts, "give all of them the same model and the same options")
     with _report(model, plan, config, processes) as report, calibrating(model):
         run = Run(model, plan, config, storage, processes, report)
-        data = teacher = judge = None
+        data = teacher = None
         if what_needs_data(plan, config):
             data = _calibrated(run, method, calls)
             run = data.run
             with run.part("dense predictions"):
                 teacher = None if run.config.distill is None else Teacher.of(data)
-                judge = None if run.config.reconstruct is None else judge_of(data)
         later = []
         with run.part("blocks"):
             blocks = blocks_in_call_order(run, data)
             with run.bar("sparsify", "block", len(blocks)) as bar:
                 for block in blocks:
                     bar.say(block.name, *run.so_far())
-                    later += sparsify_block(block, run, judge)
+                    later += sparsify_block(block, run)
                     bar.update()
             for write in later:
                 write()

@@ -6,10 +6,8 @@ what is no logits of a head, the output itself is kept.
 """
 
 import time
-from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -52,11 +50,11 @@ class Teacher:
 
     data: CalibrationData
     head: nn.Module | None
-    answers: dict[int, Tensor]
+    answers: list[Tensor]
 
     @classmethod
-    def of(cls, data: CalibrationData, numbers: Sequence[int] | None = None) -> "Teacher":
-        """Record the dense model's outputs in one run over the data, or over the calls of these ``numbers``.
+    def of(cls, data: CalibrationData) -> "Teacher":
+        """Record the dense model's outputs in one run over the data.
 
         Raises ValueError where it is not known what counts of the output, and for a model that does more with what its
         head puts out than sample by sample.
@@ -80,10 +78,9 @@ class Teacher:
             if head is not None:
                 hooks.enter_context(head.register_forward_pre_hook(before_head))
             hooks.enter_context(model.register_forward_hook(after_model))
-            data.run_model(numbers=numbers)
-        numbers = range(len(answers)) if numbers is None else sorted(numbers)
-        teacher = cls(data, head if first[0].is_logits else None, dict(zip(numbers, answers, strict=True)))
-        teacher._check_itself(numbers[0], first[0].values.detach())
+            data.run_model()
+        teacher = cls(data, head if first[0].is_logits else None, answers)
+        teacher._check_itself(first[0].values.detach())
         return teacher
 
     def outputs(self, index: int) -> tuple[Output, Output]:
@@ -108,10 +105,10 @@ class Teacher:
         dense, sparse = both.values.detach()[: len(answer)], both.values[len(answer) :]
         return replace(both, values=dense), replace(both, values=sparse)
 
-    def _check_itself(self, number: int, predicted: Tensor) -> None:
-        """Check that the call puts out ``predicted`` again beside another answer than its own, if there is a head."""
+    def _check_itself(self, predicted: Tensor) -> None:
+        """Check that the first call puts out ``predicted`` again beside another answer than its own."""
         try:
-            _, again = self._side_by_side(number, self.answers[number] / 2)
+            _, again = self._side_by_side(0, self.answers[0] / 2)
             if not _close(again.values.detach(), predicted):
                 raise ValueError("predictions differ")
         except ValueError as error:
@@ -153,30 +150,6 @@ def distillable(data: CalibrationData, method: Method) -> CalibrationData:
     run.report.notes.append(f"no distillation: {why}")
     config = replace(run.config, distill=None)
     return replace(data, run=replace(run, plan=plan_for(run.model, method, config), config=config))
-
-
-def judge_of(data: CalibrationData) -> Callable[[], float] | None:
-    """Make the function that measures how far the model's output is from what it is now, on the calls held back to try
-    ways of tuning. None where nothing is left open by `Reconstruct`, or where the model cannot be asked, as the
-    report says."""
-    run, options, judge, why = data.run, data.run.config.reconstruct, None, None
-    assert options is not None
-    if not options.tries:
-        return None
-    try:
-        if data.calls is None or not run.storage.resident:
-            raise ValueError("the model is streamed" if data.calls else "a forward_loop calls it in its own way")
-        refuse_to_distill(run.model, run.config)
-        batches = BatchNumbers.of_calls(data, one_of=HELD_BACK_FOR_OUTPUTS)
-        teacher = Teacher.of(data, [batches.local[n] for n in batches.held_back if n in batches.local] or [0])
-        judge = partial(batches.validation_error, teacher.divergence)
-    except ValueError as error:
-        why = str(error).removeprefix("distill: ").removesuffix(": leave distill out")
-    why = next(filter(None, run.processes.all_gather("whether the model can be asked", why)), None)
-    if why is not None:
-        run.report.notes.append(f"how blocks are tuned is chosen by their own errors, not by the model's output: {why}")
-        return None
-    return judge
 
 
 # distillation ---------------------------------------------------------------------------------------------------------

@@ -34,6 +34,7 @@ from modelopt_sparse.model.devices import (
 from modelopt_sparse.model.hf import is_encoder_decoder, takes
 from modelopt_sparse.model.layers import CONV, Layer
 from modelopt_sparse.model.output import Output, OutputError, name_of
+from modelopt_sparse.plan.options import OWN_WINDOWS
 from modelopt_sparse.plan.plan import LayerPlan
 from modelopt_sparse.run import Run, Unreadable
 
@@ -386,9 +387,8 @@ class CalibrationData:
         """Read the data, unless ``calls`` has all of it, and take this process's share."""
         run.report.calibration["source"] = source_of(run.config)
         if run.config.forward_loop is not None:
-            if run.config.self_data == "auto":
-                run.report.notes.append(f"{NONE_WRITTEN}: a forward_loop calls it, and no prompts are known")
-            return cls(run, None)
+            _self_written(None, run)
+            return cls(_settled(run, own_text=False), None)
         if run.config.writes_its_data:
             calls = _written(run, lambda: calls_from_nothing(run.model, run.config, run.processes))
         elif calls is None:
@@ -408,7 +408,7 @@ class CalibrationData:
                 call if call.step is None else replace(call, step=call.step * processes.size + processes.rank)
                 for call in calls
             ]
-        return cls(run, calls, sha256, len(written))
+        return cls(_settled(run, own_text=bool(written)), calls, sha256, len(written))
 
     def only(self, numbers: Sequence[int]) -> "CalibrationData":
         """The user's calls with these numbers alone."""
@@ -530,13 +530,28 @@ def errors_name_batch(run: Run, call: Call, number: int) -> Iterator[None]:
         raise ValueError(f"{problem}. Give batches that model(**batch) takes, or a collect_func") from error
 
 
-def _self_written(calls: list[Call], run: Run) -> list[Call]:
-    """Batches of text that the dense model writes, with a note of it, or of why there is none, in the report."""
+def _settled(run: Run, *, own_text: bool) -> Run:
+    """The run with the options of `Reconstruct` for its data, which the report names."""
+    config = run.config
+    if config.reconstruct is None:
+        return run
+    options = config.reconstruct.settled(own_text=own_text, may_move=config.masks is None)
+    run = replace(run, config=replace(config, reconstruct=options))
+    run.report.settings["reconstruct"] = run.config.settings()["reconstruct"]
+    return run
+
+
+def _self_written(calls: list[Call] | None, run: Run) -> list[Call]:
+    """Batches of text that the dense model writes, with a note of it, or of why there is none, in the report.
+
+    calls: those of the user's data; None for a forward_loop.
+    """
     if not run.config.self_data:
         return []
-    if run.config.self_data == "auto" and (why := why_no_text(calls, run)):
-        run.report.notes.append(f"{NONE_WRITTEN}: {why}")
+    if run.config.self_data in OWN_WINDOWS and (why := why_no_text(calls, run)) is not None:
+        run.report.notes += [f"{NONE_WRITTEN}: {why}"] if why else []
         return []
+    assert calls is not None
     return _written(run, lambda: own_calls(run.model, calls, held_back(calls), run.config, run.processes))
 
 

@@ -21,7 +21,7 @@ from modelopt_sparse.calibration.data import Call, chat_prompts, text_windows
 from modelopt_sparse.distributed import Processes
 from modelopt_sparse.model.devices import input_device, map_tensors
 from modelopt_sparse.model.find import model_inside
-from modelopt_sparse.model.hf import adds_text, cache_name, default_seq_len, writes_text
+from modelopt_sparse.model.hf import adds_text, cache_name, default_seq_len, redraws_text, writes_text
 from modelopt_sparse.model.output import drawn
 from modelopt_sparse.plan.options import OWN_WINDOWS, SELF, SparsifyConfig
 from modelopt_sparse.run import Run, calibrating
@@ -231,7 +231,9 @@ def own_calls(
     the same text: batch b is written by process b mod n, and sent to all. A masked model fills whole steps.
     """
     refuse_to_write(model, f"self_data={config.self_data}", adds=True)
-    windows = OWN_WINDOWS * len(token_rows(calls)) if config.self_data == "auto" else int(config.self_data)
+    windows = config.self_data
+    if isinstance(windows, str):
+        windows = OWN_WINDOWS[windows] * len(token_rows(calls))
     if not writes_text(model):
         return rewritten(model, calls[: len(calls) - held_back] or calls, windows, config.seed, processes)
     prompts, length = _prompts(calls, held_back, config, model)
@@ -284,8 +286,13 @@ def begin_of_text(model: nn.Module) -> Tensor:
     raise ValueError(f"data={SELF!r}: no token is known to begin with: set model.generation_config.bos_token_id")
 
 
-def why_no_text(calls: Sequence[Call], run: Run) -> str | None:
-    """Why ``self_data="auto"`` asks for no text of the model's own; None if it asks for some."""
+def why_no_text(calls: Sequence[Call] | None, run: Run) -> str | None:
+    """Why a `self_data` that is a word asks for no text of the model's own; "" where that goes without saying; None if
+    it asks for some. ``calls``: of the user's data; None for a forward_loop."""
+    if run.config.self_data == "masked" and not redraws_text(run.model):
+        return ""
+    if calls is None:
+        return "a forward_loop calls it, and no prompts are known"
     if not adds_text(run.model):
         return f"a {type(run.model).__name__} is no causal or masked language model"
     if not run.storage.resident:

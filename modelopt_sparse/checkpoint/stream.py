@@ -47,7 +47,7 @@ from modelopt_sparse.methods.scores import Magnitude
 from modelopt_sparse.model.hf import empty_model
 from modelopt_sparse.model.masking import dense_class, named_masks, remove_masks
 from modelopt_sparse.oneshot import check_run, prune
-from modelopt_sparse.plan.options import SparsifyConfig
+from modelopt_sparse.plan.options import OWN_WINDOWS, SparsifyConfig
 from modelopt_sparse.plan.plan import Plan, started_with
 from modelopt_sparse.plan.planner import distributed_in, plan_for, resolve
 from modelopt_sparse.reports.report import Report
@@ -264,9 +264,10 @@ def _refuse_whole_model(config: SparsifyConfig, verb: str, further: Iterable[tup
     """Raise ValueError for options that need the whole model at once."""
     quality = "" if config.quality is None else f" (set by quality={config.quality!r})"
     own_text = "data='self'" if config.writes_its_data else f"self_data={config.self_data}"
+    writes = config.writes_its_data or config.self_data not in (0, *OWN_WINDOWS)
     options = [
         (config.distill is not None, f"distill{quality}", "leave it out"),
-        (config.self_data not in (0, "auto") or config.writes_its_data, own_text, "give a file of write_text as data="),
+        (writes, own_text, "give a file of write_text as data="),
         (config.forward_loop is not None, "forward_loop", "give data_loader= or data="),
         *further,
     ]

@@ -72,12 +72,16 @@ def writes_text(model: nn.Module) -> bool:
     return isinstance(model, PreTrainedModel) and model.can_generate() and not is_encoder_decoder(model)
 
 
-def adds_text(model: nn.Module) -> bool:
-    """Whether it can write more text where there is some: one that `writes_text`, or a masked language model of
-    transformers, which predicts each token from those on both sides."""
+def redraws_text(model: nn.Module) -> bool:
+    """Whether it is a masked language model of transformers, which predicts each token from those on both sides."""
     mapping: Any = transformers.MODEL_FOR_MASKED_LM_MAPPING  # which imports much, so not before it is asked
     masked = mapping.get(type(getattr(model, "config", None)), ())
-    return writes_text(model) or (isinstance(model, masked) and not is_encoder_decoder(model))
+    return isinstance(model, masked) and not is_encoder_decoder(model) and not writes_text(model)
+
+
+def adds_text(model: nn.Module) -> bool:
+    """Whether it can write more text where there is some."""
+    return writes_text(model) or redraws_text(model)
 
 
 def takes(module: nn.Module, name: str) -> bool:

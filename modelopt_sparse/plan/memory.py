@@ -11,9 +11,9 @@ from modelopt_sparse.checks import grouped
 from modelopt_sparse.model.devices import bytes_of, input_device
 from modelopt_sparse.model.experts import UP
 from modelopt_sparse.model.find import Stack
-from modelopt_sparse.model.hf import adds_text, default_seq_len, text_config_of
+from modelopt_sparse.model.hf import adds_text, default_seq_len, redraws_text, text_config_of
 from modelopt_sparse.model.layers import CONV
-from modelopt_sparse.plan.options import HELD_BACK_FOR_OUTPUTS, OWN_WINDOWS, STEP_TOKENS, SparsifyConfig
+from modelopt_sparse.plan.options import OWN_WINDOWS, STEP_TOKENS, SparsifyConfig
 from modelopt_sparse.plan.plan import LayerPlan, Plan
 from modelopt_sparse.reports.text import first_few
 
@@ -47,8 +47,9 @@ def estimated(
     """
     text, reconstruct, distill = text_config_of(model), config.reconstruct, config.distill
     window, added = config.seq_len or default_seq_len(model), config.self_data
-    if added == "auto":
-        added = OWN_WINDOWS * config.num_samples if adds_text(model) and config.split_data else 0
+    if isinstance(added, str):
+        writes = config.split_data and (adds_text if added == "auto" else redraws_text)(model)
+        added = OWN_WINDOWS[added] * config.num_samples if writes else 0
     tokens = (config.num_samples + int(added)) * window if config.holds_text else 0  # 0: not known before they are read
     calibrated = takers is not None or any(layer_plan.calibrated for layer_plan in planned)
     widens, per_token = calibrated and config.widens(model), experts_per_token(model)
@@ -72,7 +73,7 @@ def estimated(
     if config.enforce:
         memory["masks"] = in_all["masks"]
     if reconstruct is not None:
-        copies = RECONSTRUCTION + (reconstruct.masks != "frozen") + 2 * reconstruct.tries
+        copies = RECONSTRUCTION + (reconstruct.masks != "frozen")
         memory["reconstruction_of_one_block"] = copies * largest["tuned"]
         if reconstruct.metric != "plain":  # in float32, as wide as a block's output, and so as its first layer's input
             widths = {x.block: x.shape[-1] for x in reversed(planned) if x.block is not None}
@@ -84,8 +85,6 @@ def estimated(
         memory["distillation_on_the_host"] = in_all["best"] + tokens * hidden
     activations = activation_copies(config) * hidden if calibrated else 0
     token_bytes = {"routed_tokens_of_one_block": largest["routed"], "cached_activations": activations}
-    if reconstruct is not None and reconstruct.tries:  # what the dense model's output head was called with, on the host
-        token_bytes["outputs_held_back"] = hidden // HELD_BACK_FOR_OUTPUTS
     for part, size in token_bytes.items():
         if tokens and size:
             memory[part] = tokens * size

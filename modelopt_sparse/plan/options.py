@@ -5,7 +5,7 @@ import difflib
 import fnmatch
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
@@ -181,11 +181,11 @@ class Quality:
         return {**self.options, **({"permute": True} if permutes else {}), **({"budget": AUTO} if self.shares else {})}
 
 
-BALANCED = {"epochs": 4, "learning_rate": "auto", "masks": "auto"}
-BEST = {"self_data": "auto", "reconstruct": {**BALANCED, "epochs": "auto", "metric": "auto"}}
+BALANCED = {"self_data": "masked", "reconstruct": {"epochs": (4, 2), "metric": "auto"}}
+BEST = {"self_data": "auto", "reconstruct": {"epochs": (8, 4), "masks": "auto", "metric": "auto"}}
 QUALITIES: dict[str, Quality] = {
     "fast": Quality("sparsegpt", {"polish": 3}, shares=False),
-    "balanced": Quality("alps", {"reconstruct": BALANCED}),
+    "balanced": Quality("alps", BALANCED),
     "best": Quality("alps", BEST),
     "max": Quality("alps", {**BEST, "distill": AUTO}),
 }
@@ -209,39 +209,38 @@ class Reconstruct:
     """How blocks are reconstructed: each towards what it puts out in the dense model, so that it makes up for the
     sparse blocks before it.
 
-    epochs: passes over the calibration batches. "auto": 8, or 4 where they hold text that the model has written.
+    epochs: passes over the calibration batches; or two numbers: where these are the user's alone, and where they hold
+      text that the model has written as well.
     learning_rate: of each tensor it is ``learning_rate * rms(kept weights) / sqrt(kept weights per output)``, and falls
       to 0 as a cosine. Where the block's relative squared error e is below 0.01 it is ``sqrt(e / 0.01)`` of that.
-      "auto": 0.2, 0.1 and 0.4 are tried, see ``masks``.
     norms_and_biases: tune the vectors too, not only the pruned weights. Matrices that stay dense are never touched.
     masks: "frozen", or "move": which weights are kept may change in the first part of the steps (SR-STE, arXiv
-      2102.04010), which needs the data that lets it pay. Masks of your own stay. "auto": both are tried on the first
-      block of each stack and the one in its middle, for half of the epochs, and what brings the model's output closest
-      to the dense model's, on a quarter of the data that is held back for it, is taken for the blocks after it as well;
-      with the rate "auto" that may be no tuning at all. What is "auto" is tried one after the other: rates, then masks,
-      then metrics, each with the best of those before. Weights in float16, which is too coarse for masks that move,
-      stay frozen.
+      2102.04010). "auto": they move where the batches hold text that the model has written, for moving pays with much
+      data. Masks of your own stay, and so do those of float16 weights, which are too coarse for it.
     metric: what the error of a block's output is measured with: "plain", the squared error; "fisher", by what the
-      predictions of the dense model depend on, which takes one backward pass through the whole model; "auto": both
-      are tried, as those of masks; where the model's output is not known, or its calls are not, it is plain, as the
-      report says.
+      predictions of the dense model depend on, which takes one backward pass through the whole model; "auto": that,
+      and the plain one where the model's output is not known, or its calls are not, as the report says.
     """
 
-    epochs: int | Literal["auto"] = 4
-    learning_rate: float | Literal["auto"] = 0.2
+    epochs: int | tuple[int, int] = 4
+    learning_rate: float = 0.2
     norms_and_biases: bool = True
     masks: Literal["frozen", "move", "auto"] = "frozen"
     metric: Literal["plain", "fisher", "auto"] = "plain"
 
     def __post_init__(self) -> None:
         check_options(self, "reconstruct: ")
-        check_whole("reconstruct: epochs", self.epochs, instead=AUTO)
-        check_number("reconstruct: learning_rate", self.learning_rate, "(0, 10]", AUTO)
+        pair = isinstance(self.epochs, tuple | list) and len(self.epochs) == 2
+        for epochs in self.epochs if pair else (self.epochs,):  # type: ignore[union-attr]  # a pair is no int
+            check_whole("reconstruct: epochs", epochs)
+        check_number("reconstruct: learning_rate", self.learning_rate, "(0, 10]")
 
-    @property
-    def tries(self) -> bool:
-        """Whether more than one way is tried."""
-        return AUTO in (self.learning_rate, self.masks, self.metric)
+    def settled(self, *, own_text: bool, may_move: bool) -> "Reconstruct":
+        """The options for data with text of the model's own, or without it. ``may_move``: whether masks may. The metric
+        stays open if it is "auto"."""
+        masks = ("move" if own_text and may_move else "frozen") if self.masks == AUTO else self.masks
+        epochs = self.epochs if isinstance(self.epochs, int) else self.epochs[own_text]
+        return replace(self, epochs=epochs, masks=masks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -373,7 +372,7 @@ ELSEWHERE = {
     "pruning_ratio": "pattern=0.5 for zeros, or mts.shrink(model, mlp=0.5) for a smaller model",
     "export_config": "it to mts.shrink, as to=: a smaller model",
 }
-OWN_WINDOWS = 3  # written by the model for each of the user's, with self_data="auto"
+OWN_WINDOWS = {"auto": 3, "masked": 1}  # what `self_data` may be: windows that the model writes for each of the user's
 OF_OUTPUT = ("output", "divergence")  # in a report where they are set
 
 
@@ -414,8 +413,9 @@ class SparsifyConfig:
       seed: which windows are drawn.
       self_data: how many more windows of text a language model writes itself before anything is pruned. A causal one
         goes on from prompts cut out of the calibration data, or answers its chats; a masked one draws the tokens of the
-        data's rows anew. "auto": three for each of the user's, and none where the model writes no text. They take part
-        in statistics and in all tuning, and never judge.
+        data's rows anew, in four passes. "auto": three for each of the user's, and none where the model writes no text.
+        "masked": one for each of them, by a masked model alone. They take part in statistics and in all tuning, and
+        never judge.
       count_padding: let padding tokens into the statistics instead of asking for a mask that fits.
       min_tokens: experts of a mixture that are routed fewer tokens than this get what ``experts`` says.
       experts: "pool" fills such experts up to ``min_tokens`` from the tokens of all experts of the layer; "all_tokens"
@@ -648,8 +648,9 @@ def is_data_set(text: str) -> bool:
 def _check_types(config: SparsifyConfig) -> None:
     check_options(config)
     check_output(config.output, config.divergence)
-    if config.self_data != "auto" and not is_whole(config.self_data, 0):
-        raise ValueError(f"self_data={shown(config.self_data)}: must be a number of windows of text, 0, or 'auto'")
+    if config.self_data not in [*OWN_WINDOWS] and not is_whole(config.self_data, 0):
+        allowed = ", ".join(map(repr, OWN_WINDOWS))
+        raise ValueError(f"self_data={shown(config.self_data)}: must be a number of windows of text, 0, or {allowed}")
     if config.data_loader is not None and not isinstance(config.data_loader, (Iterable, Dataset)):
         raise TypeError(f"data_loader is a {type(config.data_loader).__name__}: give an iterable of batches")
     for name in ("collect_func", "forward_loop"):
@@ -688,7 +689,7 @@ def _problems(config: SparsifyConfig) -> Iterator[str]:
         yield "distill calls the model itself: give data= or data_loader= instead of forward_loop, or leave distill out"
     if config.max_batches is not None and loop:
         yield "max_batches counts batches of data_loader or text; a forward_loop ends where it ends"
-    if config.self_data not in (0, "auto") and (loop or not config.split_data):
+    if config.self_data not in (0, *OWN_WINDOWS) and (loop or not config.split_data):
         option = "forward_loop" if loop else "split_data=False"
         yield f"self_data adds text to data that all processes have, and with {option} they have none: leave one out"
     if not config.update and (changing := among("polish", "reconstruct", "distill")):

@@ -88,7 +88,7 @@ class BlockReport:
 
     error_before, error_after: relative squared errors of its output, on the calibration batches that were held back.
     epoch: the epoch whose values were chosen; 0: those from before.
-    way: the learning rate, whether masks moved, and in which metric errors were measured; or "as solved".
+    way: the learning rate, whether masks moved, and in which metric errors were measured.
     """
 
     name: str

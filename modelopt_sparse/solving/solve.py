@@ -291,8 +291,8 @@ def solve_layers(shared_inputs: Sequence[SharedInput], run: Run) -> Iterator[Sol
 # one block, from top to bottom ---------------------------------------------------------------------------------------
 
 
-def sparsify_block(block: BlockTask, run: Run, judge: Callable[[], float] | None = None) -> list[Callable[[], object]]:
-    """Make a block sparse: permute, collect, solve, attach, reconstruct, advance. ``judge``: see `reconstruct`.
+def sparsify_block(block: BlockTask, run: Run) -> list[Callable[[], object]]:
+    """Make a block sparse: permute, collect, solve, attach, reconstruct, advance.
 
     Returns what must be written only when the inputs of all blocks have been collected (``sequential="none"``, where
     they come through the whole model); otherwise nothing. A block that fails before its first layer is written is left
@@ -327,7 +327,7 @@ def sparsify_block(block: BlockTask, run: Run, judge: Callable[[], float] | None
                 del solved, write  # not held while the next layer is solved
         undo.pop_all()
         if masks and goals is not None:
-            reconstruct(block, goals, masks, movable, inputs, run, judge)
+            reconstruct(block, goals, masks, movable, inputs, run)
         if not dense_goes_on:
             inputs.advance()
     return later

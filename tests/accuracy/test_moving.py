@@ -178,12 +178,23 @@ def test_unstructured_masks_move_and_hold_their_level(pattern):
             assert torch.equal(mask.sum(-1), others[name].sum(-1))
 
 
+@pytest.mark.parametrize(("own_text", "masks"), [(0, "frozen"), (12, "move")])
+def test_auto_moves_masks_where_the_data_holds_own_text(own_text, masks):
+    auto, named = (
+        sparsified(tiny_llama(), self_data=own_text, reconstruct={**MOVE, "masks": value}) for value in ("auto", masks)
+    )
+    assert_same_state(auto, state_of(named))
+    assert mts.report(auto).settings == mts.report(named).settings
+    assert {block.way for block in mts.report(auto).blocks} == {f"rate 0.2, masks {masks}, plain metric"}
+
+
 def test_auto_moves_no_masks_of_the_users_and_none_in_float16():
     masks = {name: mask.clone() for name, mask in mts.named_masks(sparsified(reconstruct=None))}
-    own = sparsified(method=None, masks=masks, reconstruct={**MOVE, "masks": "auto"})
+    auto = {"self_data": 12, "reconstruct": {**MOVE, "masks": "auto"}}
+    own = sparsified(method=None, masks=masks, **auto)
     for name, mask in mts.named_masks(own):
         assert_bits(mask, masks[name])
-    half = sparsified(tiny_llama().half(), reconstruct={**MOVE, "masks": "auto"})
+    half = sparsified(tiny_llama().half(), **auto)
     assert {block.way for block in mts.report(half).blocks} == {"rate 0.2, masks frozen, plain metric"}
 
 

@@ -22,6 +22,7 @@ from modelopt_sparse.calibration.own_text import (
     write_windows,
 )
 from modelopt_sparse.distributed import Processes
+from modelopt_sparse.solving import solve
 from tests.helpers import TESTBED, Snapshot, assert_same_state, in_steps, refused, state_of, tiny_llama, token_batches
 
 pytestmark = pytest.mark.core
@@ -216,8 +217,8 @@ def test_rows_that_judge_are_not_drawn_anew():
 
 def test_statistics_are_of_both_and_own_text_never_judges(monkeypatch):
     data, numbered = [], []
-    tuned, tune = reconstruction._tuned, reconstruction.tune
-    monkeypatch.setattr(reconstruction, "_tuned", lambda *args: data.append(args[4].data) or tuned(*args))
+    tuned, tune = reconstruction.reconstruct, reconstruction.tune
+    monkeypatch.setattr(solve, "reconstruct", lambda *args: data.append(args[4].data) or tuned(*args))
     monkeypatch.setattr(reconstruction, "tune", lambda *args: numbered.append(args[1]) or tune(*args))
     model = mts.sparsify(tiny_llama(), "wanda", data_loader=batches(4), self_data=40, reconstruct=1, progress=False)
     calls, count = data[0].calls, len(numbered[0].local)
@@ -241,13 +242,30 @@ def test_auto_writes_three_for_each_of_the_users():
     assert mts.report(auto).settings["self_data"] == "auto"
 
 
-@pytest.mark.parametrize(("own_text", "epochs"), [(0, 8), (12, 4)])
-def test_epochs_auto_are_fewer_with_own_text(monkeypatch, own_text, epochs):
-    seen, tune = [], reconstruction.tune
-    monkeypatch.setattr(reconstruction, "tune", lambda *args: seen.append(args[2]) or tune(*args))
-    options = {"data_loader": batches(2), "self_data": own_text, "reconstruct": {"epochs": "auto"}, "progress": False}
-    mts.sparsify(tiny_llama(num_hidden_layers=1), "wanda", **options)
-    assert seen == [epochs]
+@pytest.mark.parametrize(("own_text", "epochs"), [(0, 3), (12, 2)])
+def test_epochs_can_be_others_with_own_text(own_text, epochs):
+    options = {"data_loader": batches(2), "self_data": own_text, "progress": False}
+    pair, number = (
+        mts.sparsify(tiny_llama(num_hidden_layers=1), "wanda", reconstruct={"epochs": value}, **options)
+        for value in ([3, 2], epochs)
+    )
+    assert_same_state(pair, state_of(number))
+    assert mts.report(pair).settings["reconstruct"] == mts.report(number).settings["reconstruct"]
+
+
+def test_masked_writes_one_for_each_of_the_users():
+    """By masked models alone; what goes without saying is not said."""
+    rows = 4 * len(token_batches(1)[0])
+    options = {"include": "*", "data_loader": batches(4), "progress": False}
+    word, number = (mts.sparsify(masked_bert(), "wanda", self_data=x, **options) for x in ("masked", rows))
+    assert_same_state(word, state_of(number))
+    assert any(f"wrote {rows} windows" in note for note in mts.report(word).notes)
+    causal, none = (mts.sparsify(tiny_llama(), "wanda", self_data=x, **options) for x in ("masked", 0))
+    assert_same_state(causal, state_of(none))
+    assert mts.report(causal).notes == mts.report(none).notes
+    looped = mts.sparsify(masked_bert(), "wanda", self_data="masked", forward_loop=loop, progress=False)
+    why = "the model writes no text itself: a forward_loop calls it, and no prompts are known"
+    assert why in mts.report(looped).notes
 
 
 def one_linear():
@@ -285,11 +303,12 @@ def test_auto_says_why_none_is_written(build, options, why):
 @pytest.mark.parametrize("build", [tiny_llama, masked_bert])
 def test_the_plan_counts_text_of_the_models_own(build):
     text = {"data": ["a"], "tokenizer": print, "num_samples": 8, "seq_len": 16}
-    auto, number, none = (
+    auto, number, masked, none = (
         mts.make_plan(build(), "wanda", self_data=windows, **text).memory["cached_activations"]
-        for windows in ("auto", 24, 0)
+        for windows in ("auto", 24, "masked", 0)
     )
     assert auto == number == 4 * none
+    assert masked == (none if build is tiny_llama else 2 * none)
 
 
 def test_the_run_is_that_on_the_same_batches_given_by_hand():
@@ -345,7 +364,7 @@ def bart() -> nn.Module:
 
 
 MORE = {"data_loader": batches(2), "self_data": 4}
-NUMBER = "must be a number of windows of text, 0, or 'auto'"
+NUMBER = "must be a number of windows of text, 0, or 'auto', 'masked'"
 ALL_THE_SAME = "data='self' is text that the model writes, the same in all processes"
 
 
