@@ -5,10 +5,9 @@
 128 windows of 2,048 tokens, 2:4. A block's forward is counted by torch on the meta device. The rest is counted by hand,
 for a layer [R, C]: its Gram matrix takes T C^2 (half of it is computed), a product with a matrix [C, C] 2 R C^2, the
 factors of SparseGPT 2 C^3, ALPS about 24 steps of ADMM with 8 inverses, and 13 products of conjugate gradients and
-errors. An epoch of tuning takes three forwards (one, and a backward pass). `balanced` takes 4 epochs; on two blocks it
-tries four ways as well, for 2 epochs on three quarters of the data, and runs the blocks after them on the other quarter
-to judge each way and what was solved. Not counted: reading and writing, masks, Adam's steps, layer norms and other
-elementwise work.
+errors. An epoch of tuning takes three forwards (one, and a backward pass). `balanced` takes 4 epochs, and for its metric
+one forward and a backward pass, with each block run again, over 32 windows. Not counted: reading and writing, masks,
+Adam's steps, layer norms and other elementwise work.
 """
 
 import torch
@@ -17,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 WINDOWS, LENGTH, BLOCKS = 128, 2048, 32
-EPOCHS, FORWARDS_OF_AN_EPOCH, WAYS = 4, 3, 4
+EPOCHS, FORWARDS_OF_AN_EPOCH, METRIC_WINDOWS = 4, 3, 32
 ADMM_STEPS, INVERSES, REFIT = 24, 8, 13
 
 
@@ -38,9 +37,7 @@ def main() -> None:
     grams = BLOCKS * sum(WINDOWS * LENGTH * c**2 for c in inputs)
     sparsegpt = product + BLOCKS * sum(2 * c**3 for c in inputs)
     alps = (ADMM_STEPS + REFIT) * product + BLOCKS * INVERSES * sum(c**3 for _, c in shapes)
-    tried = WAYS * 2 / BLOCKS * 1 / 2 * 3 / 4
-    judging = (WAYS + 1) * (1 + 1 / 2) * 1 / 4  # of the first block by the whole model, of the middle one by half of it
-    tuning = (EPOCHS * FORWARDS_OF_AN_EPOCH * (1 + tried) + judging) * forward
+    tuning = (EPOCHS * FORWARDS_OF_AN_EPOCH + (FORWARDS_OF_AN_EPOCH + 1) * METRIC_WINDOWS / WINDOWS) * forward
     print("| PFLOP | in the model's dtype | in float32 |\n| --- | ---: | ---: |")
     print(f"| `sparsegpt` | {(2 * forward + grams) / 1e15:.1f} | {sparsegpt / 1e15:.1f} |")
     print(f"| `alps` | {(2 * forward + grams) / 1e15:.1f} | {alps / 1e15:.1f} |")
