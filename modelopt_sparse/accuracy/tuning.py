@@ -196,10 +196,6 @@ class TrainableMask:
         scores = self.layer.matrix(values) * self.norms.to(values.device)
         return self.layer.unmatrix(self.pattern.mask(scores.abs_()))
 
-    def carried_mask(self) -> Tensor | None:
-        """The mask that the layer's module holds, if it holds one."""
-        return getattr(self.layer.owner, self.layer.param + SUFFIX, None)
-
     def set_mask(self, mask: Tensor) -> None:
         """Write the mask to every module that holds the weight and carries one."""
         for module in (self.layer.owner, *self.layer.tied_modules):
