@@ -5,9 +5,9 @@
 128 windows of 2,048 tokens, 2:4. A block's forward is counted by torch on the meta device. The rest is counted by hand,
 for a layer [R, C]: its Gram matrix takes T C^2 (half of it is computed), a product with a matrix [C, C] 2 R C^2, the
 factors of SparseGPT 2 C^3, ALPS about 24 steps of ADMM with 8 inverses, and 13 products of conjugate gradients and
-errors. An epoch of tuning takes three forwards (one, and a backward pass). `balanced` takes 4 epochs, and for its metric
-one forward and a backward pass, with each block run again, over 32 windows. Not counted: reading and writing, masks,
-Adam's steps, layer norms and other elementwise work.
+errors. An epoch of tuning takes three forwards (one, and a backward pass). `balanced` takes 4 epochs, and for its
+metric one forward and a backward pass, with each block run again, over 32 windows. Not counted: reading and writing,
+masks, Adam's steps, layer norms and other elementwise work.
 """
 
 import torch

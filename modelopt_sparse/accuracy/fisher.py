@@ -23,7 +23,6 @@ from modelopt_sparse.calibration.forward import CalibrationData, NumberedCall
 from modelopt_sparse.model.devices import flat_tensors, has_hook, input_device
 from modelopt_sparse.model.layers import Layer
 from modelopt_sparse.model.output import OutputError, size_of
-from modelopt_sparse.plan.options import SparsifyConfig
 from modelopt_sparse.run import Run
 
 # a backward pass that holds one block at a time -----------------------------------------------------------------------
@@ -181,9 +180,10 @@ def gradients_of(data: CalibrationData, blocks: Sequence[nn.Module], layers: Seq
 # the metric -----------------------------------------------------------------------------------------------------------
 
 
-def wants_metrics(config: SparsifyConfig) -> bool:
-    """Whether `reconstruct` asks for metrics."""
-    return config.reconstruct is not None and config.reconstruct.metric != "plain"
+def wants_metrics(run: Run) -> bool:
+    """Whether `reconstruct` asks for metrics. "auto" asks a streamed model for none: all of it would be read twice."""
+    metric = run.config.reconstruct and run.config.reconstruct.metric
+    return metric == "fisher" or (metric == "auto" and run.storage.resident)
 
 
 def with_metrics(data: CalibrationData, gradients: Gradients | None = None) -> CalibrationData:
@@ -193,11 +193,13 @@ def with_metrics(data: CalibrationData, gradients: Gradients | None = None) -> C
     Raises ValueError where there is none; with metric="auto" the report says why errors are plain.
     """
     run, options = data.run, data.run.config.reconstruct
-    if options is None or not wants_metrics(run.config) or data.metrics:
+    if options is None or options.metric == "plain" or data.metrics:
         return data
     why = "no gradient of the output reaches a block that puts out [samples, channels] or [samples, tokens, channels]"
     try:
-        if data.calls is None:
+        if not wants_metrics(run):
+            why = "the model is streamed"
+        elif data.calls is None:
             why = "a forward_loop calls the model in its own way"
         elif (gradients := gradients or gradients_of(data, run.plan.blocks, [])) is not None and gradients.informations:
             return replace(data, metrics={block: metric(fisher) for block, fisher in gradients.informations.items()})

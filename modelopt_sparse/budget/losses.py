@@ -164,11 +164,11 @@ def tabled(data: CalibrationData) -> tuple[CalibrationData, ChoiceCosts]:
     if file is not None and file.exists():
         losses = _read(file, run)
     else:
-        blocks = run.plan.blocks if wants_metrics(run.config) else []
+        blocks = run.plan.blocks if wants_metrics(run) else []
         gradients = gradients_of(data, blocks, [layer_plan.layer for layer_plan in run.plan.layers])
         if gradients is None:
             raise NoLosses("no gradient of the output reaches the layers: give output= that depends on them, or rules")
-        data, losses = with_metrics(data, gradients), losses_of(data, gradients)
+        data, losses = with_metrics(data, gradients) if blocks else data, losses_of(data, gradients)
         if file is not None and run.processes.rank == 0:
             shapes = {layer.name: list(layer.shape) for layer in run.plan.layers}
             written = {name: {str(choice or DENSE): x for choice, x in row.items()} for name, row in losses.items()}

@@ -123,7 +123,9 @@ def _streamed(
 
     solving = {**as_above("statistics_of_one_block"), "workspace": workspace, **as_above("routed_tokens_of_one_block")}
     host = {"outside_of_the_blocks": outside, "one_block_twice": 2 * largest, "masks_of_one_block": masks}
-    host |= as_above("fisher_metrics", "layer_in_float32")
+    if config.reconstruct is not None and config.reconstruct.metric == "fisher":  # "auto" is plain here
+        host |= as_above("fisher_metrics")
+    host |= as_above("layer_in_float32")
     if config.device is None or config.device.type == "cpu":
         return {HOST: host | held | solving}
     device = {"one_block": largest, "masks_of_one_block": masks, **solving}

@@ -219,7 +219,7 @@ class Reconstruct:
       data. Masks of your own stay, and so do those of float16 weights, which are too coarse for it.
     metric: what the error of a block's output is measured with: "plain", the squared error; "fisher", by what the
       predictions of the dense model depend on, which takes one backward pass through the whole model; "auto": that,
-      and the plain one where the model's output is not known, or its calls are not, as the report says.
+      and the plain one where the model is streamed, its output is not known, or its calls are not, as the report says.
     """
 
     epochs: int | tuple[int, int] = 4

@@ -22,6 +22,7 @@ from modelopt_sparse.checkpoint.folder import pack_mask
 from modelopt_sparse.checkpoint.stream import copy_companions
 from modelopt_sparse.checkpoint.streamed import concatenate, spilled, write_index
 from modelopt_sparse.model import hf
+from modelopt_sparse.plan.options import QUALITIES
 from tests.checkpoint.streams import assert_same_folders, batches, blocks_in_memory, in_memory, saved, streamed
 from tests.helpers import TESTBED, assert_bits, run_python, tiny_llama
 from tests.models.tiny import tiny_gpt2, tiny_mixtral, tiny_qwen, tiny_t5, tiny_yolos
@@ -49,13 +50,15 @@ def data_for(name: str, method: str) -> dict[str, Any]:
     return {} if method == "magnitude" else {"data_loader": batches(name)}
 
 
-def test_best_is_that_of_memory_without_text_of_its_own(tmp_path):
+def test_best_is_that_of_memory_without_text_of_its_own_and_metric(tmp_path):
     """The report says so."""
     MODELS["llama"]().save_pretrained(tmp_path / "dense")
     options = {"data_loader": batches("llama"), "pattern": "2:4"}
     report = streamed(tmp_path / "dense", tmp_path / "out", None, quality="best", **options)
     assert "the model writes no text itself: each token takes a pass over all weights" in " ".join(report.notes)
-    model = mts.sparsify(MODELS["llama"](), quality="best", self_data=0, progress=False, **options)
+    assert "reconstruct's metric is the plain squared error: the model is streamed" in report.notes
+    alone = {"self_data": 0, "reconstruct": {**QUALITIES["best"].options["reconstruct"], "metric": "plain"}}
+    model = mts.sparsify(MODELS["llama"](), quality="best", progress=False, **alone, **options)
     for name, weight in mts.load(tmp_path / "out").named_parameters():
         assert_bits(weight, model.get_parameter(name))
     errors = [
@@ -63,7 +66,7 @@ def test_best_is_that_of_memory_without_text_of_its_own(tmp_path):
         for each in (report, mts.report(model))
     ]
     assert errors[0] == errors[1]
-    assert {way for *_, way in errors[0]} == {"rate 0.2, masks frozen, fisher metric"}
+    assert {way for *_, way in errors[0]} == {"rate 0.2, masks frozen, plain metric"}
 
 
 # masks that are there -------------------------------------------------------------------------------------------------
