@@ -366,10 +366,15 @@ def _run_some(dense: DenseRun, chosen: Sequence[WalkedCall]) -> list[Tried]:
 def _run_loop(dense: DenseRun) -> list[Tried]:
     """A forward_loop runs once, to its end. What it calls the model with is kept -> calls that are tried."""
     data, run, again = dense.data, dense.data.run, dense.again
-    watch, kinds = Watch(run), list[Any]()
+    watch, kinds, tried = Watch(run), list[Any](), list[Tried]()
+
+    def take_runs() -> None:
+        """Of the calls before, with what layers behind the last block have seen."""
+        tried.extend(Tried(attempt.call, visits) for attempt, visits in watch.take())
 
     @torch.inference_mode(False)  # an inference tensor could not be saved for a backward pass through a block
     def keep(numbered: NumberedCall) -> None:
+        take_runs()
         random, earlier = random_states(), dense.calls[-1].numbered.random if dense.calls else None
         args, kwargs = numbered.call.args, numbered.call.kwargs
         call = Call(*map_tensors(lambda x: x.detach().clone(), (args, dict(kwargs))))
@@ -395,7 +400,8 @@ def _run_loop(dense: DenseRun) -> list[Tried]:
         raise ValueError(
             "forward_loop called no layer; it must run model(...), or parts of it, on the calibration data"
         )
-    return [Tried(attempt.call, visits) for attempt, visits in watch.take()]
+    take_runs()
+    return tried
 
 
 def _agree(dense: DenseRun) -> None:

@@ -6,6 +6,7 @@ from torch import nn
 
 import modelopt_sparse as mts
 from tests.calibration.collecting import assert_calibrated, collected, thread_state
+from tests.helpers import assert_same_state, state_of
 from tests.models import stacked
 from tests.models.stacked import STACKED, Between, Stacked, vectors
 from tests.oracles.brute_force import assert_stats, brute_force
@@ -25,6 +26,17 @@ def test_a_loop_may_be_in_inference_mode_for_a_part_of_the_data():
     found = collected(Between(), STACKED, forward_loop=loop, sequential="none")
     assert_stats(found, brute_force(Between(), vectors(), STACKED))
     assert not any(stats.gram.is_inference() or stats.square_sums.is_inference() for stats in found.values())
+
+
+def test_calls_of_a_loop_that_go_on_behind_the_blocks_are_run_again_like_others():
+    """What a layer behind them has seen of one call is not part of the next one's."""
+    looped, given = Stacked(), Stacked()
+    options = {"include": ["blocks.*", "head"], "progress": False}
+    mts.sparsify(looped, forward_loop=lambda model: [model(x) for x in vectors()], **options)
+    mts.sparsify(given, data_loader=vectors(), **options)
+    assert mts.report(looped).notes == mts.report(given).notes
+    assert "head" in [layer.name for layer in mts.report(looped).layers]
+    assert_same_state(looped, state_of(given))
 
 
 @pytest.mark.parametrize("sequential", ["block", "none"])
