@@ -230,8 +230,7 @@ class Reconstruct:
 
     def __post_init__(self) -> None:
         check_options(self, "reconstruct: ")
-        pair = isinstance(self.epochs, tuple | list) and len(self.epochs) == 2
-        for epochs in self.epochs if pair else (self.epochs,):  # type: ignore[union-attr]  # a pair is no int
+        for epochs in self.epochs if isinstance(self.epochs, tuple | list) and len(self.epochs) == 2 else [self.epochs]:
             check_whole("reconstruct: epochs", epochs)
         check_number("reconstruct: learning_rate", self.learning_rate, "(0, 10]")
 
@@ -649,8 +648,8 @@ def _check_types(config: SparsifyConfig) -> None:
     check_options(config)
     check_output(config.output, config.divergence)
     if config.self_data not in [*OWN_WINDOWS] and not is_whole(config.self_data, 0):
-        allowed = ", ".join(map(repr, OWN_WINDOWS))
-        raise ValueError(f"self_data={shown(config.self_data)}: must be a number of windows of text, 0, or {allowed}")
+        allowed = " or ".join(map(repr, OWN_WINDOWS))
+        raise ValueError(f"self_data={shown(config.self_data)}: must be a number of windows of text, 0, {allowed}")
     if config.data_loader is not None and not isinstance(config.data_loader, (Iterable, Dataset)):
         raise TypeError(f"data_loader is a {type(config.data_loader).__name__}: give an iterable of batches")
     for name in ("collect_func", "forward_loop"):

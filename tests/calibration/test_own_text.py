@@ -364,7 +364,7 @@ def bart() -> nn.Module:
 
 
 MORE = {"data_loader": batches(2), "self_data": 4}
-NUMBER = "must be a number of windows of text, 0, or 'auto', 'masked'"
+NUMBER = "must be a number of windows of text, 0, 'auto' or 'masked'"
 ALL_THE_SAME = "data='self' is text that the model writes, the same in all processes"
 
 

@@ -258,3 +258,11 @@ def test_what_the_host_has_counts_limits(tmp_path, monkeypatch):
     (tmp_path / "memory.max").write_text("max\n")
     (tmp_path / "memory" / "memory.limit_in_bytes").write_text("max\n")
     assert devices.bytes_of(torch.device("cpu"))[0] > 2**28
+
+
+@pytest.mark.parametrize(("metric", "held", "streamed"), [("plain", 0, 0), ("auto", 1, 0), ("fisher", 1, 1)])
+def test_auto_holds_fisher_metrics_of_a_model_in_memory_alone(metric, held, streamed):
+    options = {"data": ["a"], "tokenizer": print, "reconstruct": {"metric": metric}}
+    plan = mts.make_plan(tiny_llama(), "wanda", **options)
+    assert ("fisher_metrics" in plan.memory) == held
+    assert [("fisher_metrics" in parts) for parts in plan.streamed.values()] == [streamed]
