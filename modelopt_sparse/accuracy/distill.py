@@ -28,7 +28,7 @@ from modelopt_sparse.calibration.forward import CalibrationData
 from modelopt_sparse.methods.base import Method
 from modelopt_sparse.model.devices import input_device, refuse_offloaded
 from modelopt_sparse.model.hf import is_encoder_decoder
-from modelopt_sparse.model.masking import named_masks
+from modelopt_sparse.model.masking import named_masks, without_masks
 from modelopt_sparse.model.output import Output, in_words
 from modelopt_sparse.plan.options import HELD_BACK_FOR_OUTPUTS, SparsifyConfig
 from modelopt_sparse.plan.planner import plan_for
@@ -179,6 +179,7 @@ def distill_from(teacher: Teacher, run: Run) -> None:
         return divergence
 
     with (
+        without_masks(model),  # as in `reconstruct`
         only_these_require_grad(model, chosen),
         blocks_recomputed(run),
         run.bar("distill", "step", options.epochs * len(batches.steps)) as bar,

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ from modelopt_sparse.calibration.forward import CalibrationData
 from modelopt_sparse.distributed import Processes
 from modelopt_sparse.methods.patterns import NM, Pattern
 from modelopt_sparse.model.layers import Layer
-from modelopt_sparse.model.masking import SUFFIX, update_mask, without_masks, write_zeros
+from modelopt_sparse.model.masking import SUFFIX, update_mask, write_zeros
 from modelopt_sparse.model.output import relative
 from modelopt_sparse.plan.options import HELD_BACK
 from modelopt_sparse.plan.plan import LayerPlan
@@ -302,7 +302,8 @@ class TunedWeight:
         parameter, values = self.parameter, values.to(self.parameter.device)
         if (places := self.places()) is not None:
             whole = torch.zeros(parameter.numel(), dtype=parameter.dtype, device=parameter.device)
-            values = whole.index_put_((places,), values.to(parameter.dtype)).view(parameter.shape)
+            # to add to zeros takes a third of the time of `index_put_`
+            values = whole.index_add_(0, places, values.to(parameter.dtype)).view(parameter.shape)
         parameter.copy_(values).add_(0.0)  # no weight is -0.0, see `written`
         if mask is not None and self.movable is not None:
             write_zeros(parameter, mask)
@@ -499,18 +500,14 @@ def _elsewhere(module: nn.Module, part: nn.Module) -> Iterator[nn.Parameter]:
 
 
 @contextmanager
-def only_these_require_grad(
-    part: nn.Module, chosen: Mapping[nn.Parameter, object], *, masked: bool = True
-) -> Iterator[None]:
-    """While entered, only the ``chosen`` parameters of ``part`` require gradients. ``masked=False``: masks are off, so
-    that gradients reach pruned places as well."""
+def only_these_require_grad(part: nn.Module, chosen: Mapping[nn.Parameter, object]) -> Iterator[None]:
+    """While entered, only the ``chosen`` parameters of ``part`` require gradients."""
     before = [(p, p.requires_grad, p.grad) for p in part.parameters()]
     try:
         for parameter, _, _ in before:
             parameter.requires_grad_(parameter in chosen)
             parameter.grad = None
-        with nullcontext() if masked else without_masks(part):
-            yield
+        yield
     finally:
         for parameter, requires_grad, gradient in before:
             parameter.requires_grad_(requires_grad)
