@@ -18,7 +18,15 @@ from transformers import PreTrainedModel
 
 from modelopt_sparse.calibration.answers import Unknown, drawing_from
 from modelopt_sparse.calibration.data import Call, batch_rows, digest_of, held_back, load_calls, source_of, split_steps
-from modelopt_sparse.calibration.own_text import calls_from_nothing, monotonous, own_calls, token_rows, why_no_text
+from modelopt_sparse.calibration.own_text import (
+    are_tokens,
+    calls_from_nothing,
+    joined,
+    monotonous,
+    own_calls,
+    token_rows,
+    why_no_text,
+)
 from modelopt_sparse.model.devices import (
     dense_rows,
     flat_tensors,
@@ -542,13 +550,20 @@ def _settled(run: Run, *, own_text: bool) -> Run:
 
 
 def _self_written(calls: list[Call] | None, run: Run) -> list[Call]:
-    """Batches of text that the dense model writes, with a note of it, or of why there is none, in the report.
+    """Batches of text that the dense model writes, or of joined rows, with a note of it, or of why there is none, in
+    the report.
 
     calls: those of the user's data; None for a forward_loop.
     """
     if not run.config.self_data:
         return []
     if run.config.self_data in OWN_WINDOWS and (why := why_no_text(calls, run)) is not None:
+        may_join = run.config.self_data == "auto" and run.config.split_data and run.storage.resident
+        if may_join and calls is not None and are_tokens(calls):
+            made = joined(calls, held_back(calls), OWN_WINDOWS["auto"], run.config.seed)
+            rows = sum(batch_rows(call.args, call.kwargs) for call in made)
+            run.report.notes.append(f"{rows} further rows are joined from two of the data's each: {why}")
+            return made
         run.report.notes += [f"{NONE_WRITTEN}: {why}"] if why else []
         return []
     assert calls is not None

@@ -2,7 +2,8 @@
 
 What is tuned on little data fits that data better than any other. A language model's own text, sampled at temperature
 1, has the statistics that the model has learned (used for quantization by LLM-QAT, arXiv 2305.17888). A causal model
-continues the user's text; a masked one draws the tokens of the user's rows anew.
+continues the user's text; a masked one draws the tokens of the user's rows anew. For any other that takes tokens, rows
+are joined from two of the user's.
 """
 
 import json
@@ -10,6 +11,7 @@ import warnings
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from modelopt_sparse.calibration.data import Call, chat_prompts, text_windows
+from modelopt_sparse.calibration.data import Call, batch_rows, chat_prompts, text_windows
+from modelopt_sparse.checks import grouped
 from modelopt_sparse.distributed import Processes
-from modelopt_sparse.model.devices import input_device, map_tensors
+from modelopt_sparse.model.devices import flat_tensors, input_device, map_tensors
 from modelopt_sparse.model.find import model_inside
 from modelopt_sparse.model.hf import adds_text, cache_name, default_seq_len, redraws_text, writes_text
 from modelopt_sparse.model.output import drawn
@@ -127,19 +130,13 @@ def rewritten(model: nn.Module, calls: Sequence[Call], count: int, seed: int, pr
     """
     device = input_device(model)
     pool = torch.cat(token_rows(calls)).to(device)
-    steps = 1 + max(call.step or 0 for call in calls)
-    sources, firsts = list[Call](), [0]  # what is drawn anew, and the number of each one's first text
-    while firsts[-1] < count or calls[len(sources) % len(calls)].row > 0:  # whole steps, as in `in_steps`
-        turn, place = divmod(len(sources), len(calls))
-        call = calls[place]
-        sources.append(replace(call, step=None if call.step is None else call.step - steps * (turn + 1)))
-        firsts.append(firsts[-1] + len(call_tokens(call)))
+    sources = _in_turn(calls, count)
 
     def drawn_anew(number: int) -> Tensor:
-        call = sources[number]
+        call, first = sources[number]
         args, kwargs = map_tensors(lambda x: x.to(device, copy=True), (call.args, call.kwargs))
         ids, randoms = call_tokens(Call(args, kwargs)), []
-        for text in range(firsts[number], firsts[number + 1]):
+        for text in range(first, first + len(ids)):
             random = torch.Generator().manual_seed((seed * 1_000_003 + text) % 2**63)
             randoms.append(torch.rand(ids.shape[1], SWEEPS, 3, generator=random, dtype=torch.float64))
         mask = kwargs.get("attention_mask")
@@ -152,7 +149,72 @@ def rewritten(model: nn.Module, calls: Sequence[Call], count: int, seed: int, pr
         return ids.cpu()
 
     written = processes.dealt_out("text that the model writes", drawn_anew, range(len(sources)))
-    return [with_tokens(call, ids) for call, ids in zip(sources, written)]
+    return [with_tokens(call, ids) for (call, _), ids in zip(sources, written)]
+
+
+def _in_turn(calls: Sequence[Call], count: int) -> list[tuple[Call, int]]:
+    """The user's calls in turn, in steps before theirs: as many whole steps as have ``count`` rows -> each with the
+    number of its first row."""
+    steps = 1 + max(call.step or 0 for call in calls)
+    sources, rows = list[tuple[Call, int]](), 0
+    while rows < count or calls[len(sources) % len(calls)].row > 0:  # whole steps, as in `in_steps`
+        turn, place = divmod(len(sources), len(calls))
+        call = calls[place]
+        sources.append((replace(call, step=None if call.step is None else call.step - steps * (turn + 1)), rows))
+        rows += batch_rows(call.args, call.kwargs)
+    return sources
+
+
+# rows joined from two -------------------------------------------------------------------------------------------------
+
+
+def are_tokens(calls: Sequence[Call]) -> bool:
+    """Whether all tensors of calls have a row of whole numbers (tokens, masks) for each sample, and nothing else."""
+    by_call = [flat_tensors((call.args, call.kwargs)) for call in calls]
+    plain = all(x.dim() == 2 and x.layout == torch.strided and not x.is_floating_point() for x in chain(*by_call))
+    return plain and all(len({len(x) for x in tensors}) == 1 for tensors in by_call)
+
+
+def joined(calls: Sequence[Call], held_back: int, times: int, seed: int) -> list[Call]:
+    """So many ``times`` the user's rows, each of which goes on, from a random place, as another of equal length does.
+
+    It needs no model: only `are_tokens` must hold. The last ``held_back`` calls, which judge, are not taken from. Row i
+    depends on (seed, i).
+    """
+    count = times * sum(batch_rows(call.args, call.kwargs) for call in calls)
+    calls = calls[: len(calls) - held_back] or calls
+    tensors = [flat_tensors((call.args, call.kwargs)) for call in calls]
+    lengths = [tuple(x.shape[1] for x in of_call) for of_call in tensors]
+    alike = grouped(
+        ((call, row) for call, of_call in enumerate(tensors) for row in range(len(of_call[0]))),
+        lambda place: lengths[place[0]],
+    )
+    made = []
+    for number, (source, first) in enumerate(_in_turn(calls, count)):
+        place = number % len(calls)
+        rows, others, cuts = alike[lengths[place]], list[tuple[int, int]](), list[float]()
+        for row in range(len(tensors[place][0])):
+            random = torch.Generator().manual_seed((seed * 1_000_003 + first + row) % 2**63)
+            cut, chance = torch.rand(2, generator=random, dtype=torch.float64).tolist()
+            index = rows.index((place, row)) + 1 + int(chance * (len(rows) - 1))  # of any row but itself
+            others.append(rows[index % len(rows)])
+            cuts.append(cut)
+        ends = [torch.stack(parts) for parts in zip(*([x[row] for x in tensors[call]] for call, row in others))]
+        made.append(_going_on(source, ends, torch.tensor(cuts).unsqueeze(1)))
+    return made
+
+
+def _going_on(call: Call, ends: Sequence[Tensor], cuts: Tensor) -> Call:
+    """The call whose rows go on as those of ``ends``, which has one for each of its tensors; ``cuts`` [rows, 1] are
+    parts of their lengths."""
+    following = iter(ends)
+
+    def join(x: Tensor) -> Tensor:
+        places = torch.arange(x.shape[1], device=x.device)
+        return torch.where(places < (cuts.to(x.device) * x.shape[1]).ceil(), x, next(following))
+
+    args, kwargs = map_tensors(join, (call.args, call.kwargs))
+    return replace(call, args=args, kwargs=kwargs)
 
 
 # batches --------------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from modelopt_sparse.checks import grouped
 from modelopt_sparse.model.devices import bytes_of, input_device
 from modelopt_sparse.model.experts import UP
 from modelopt_sparse.model.find import Stack
-from modelopt_sparse.model.hf import adds_text, default_seq_len, redraws_text, text_config_of
+from modelopt_sparse.model.hf import default_seq_len, redraws_text, text_config_of
 from modelopt_sparse.model.layers import CONV
 from modelopt_sparse.plan.options import OWN_WINDOWS, STEP_TOKENS, SparsifyConfig
 from modelopt_sparse.plan.plan import LayerPlan, Plan
@@ -48,8 +48,8 @@ def estimated(
     text, reconstruct, distill = text_config_of(model), config.reconstruct, config.distill
     window, added = config.seq_len or default_seq_len(model), config.self_data
     if isinstance(added, str):
-        writes = config.split_data and (adds_text if added == "auto" else redraws_text)(model)
-        added = OWN_WINDOWS[added] * config.num_samples if writes else 0
+        adds = config.split_data and (added == "auto" or redraws_text(model))
+        added = OWN_WINDOWS[added] * config.num_samples if adds else 0
     tokens = (config.num_samples + int(added)) * window if config.holds_text else 0  # 0: not known before they are read
     calibrated = takers is not None or any(layer_plan.calibrated for layer_plan in planned)
     widens, per_token = calibrated and config.widens(model), experts_per_token(model)

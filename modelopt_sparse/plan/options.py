@@ -412,9 +412,9 @@ class SparsifyConfig:
       seed: which windows are drawn.
       self_data: how many more windows of text a language model writes itself before anything is pruned. A causal one
         goes on from prompts cut out of the calibration data, or answers its chats; a masked one draws the tokens of the
-        data's rows anew, in four passes. "auto": three for each of the user's, and none where the model writes no text.
-        "masked": one for each of them, by a masked model alone. They take part in statistics and in all tuning, and
-        never judge.
+        data's rows anew, in four passes. "auto": three for each of the user's; of another model that takes tokens these
+        begin as one of the user's and end as another. "masked": one for each of them, by a masked model alone. They
+        take part in statistics and in all tuning, and never judge.
       count_padding: let padding tokens into the statistics instead of asking for a mask that fits.
       min_tokens: experts of a mixture that are routed fewer tokens than this get what ``experts`` says.
       experts: "pool" fills such experts up to ``min_tokens`` from the tokens of all experts of the layer; "all_tokens"

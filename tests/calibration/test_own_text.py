@@ -1,6 +1,7 @@
 """Text that the dense model writes: sampling against the distribution, independence of batches, and where it goes."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from modelopt_sparse.calibration.data import Call, load_calls, tokens_of
 from modelopt_sparse.calibration.own_text import (
     Prompts,
     drawn,
+    joined,
     monotonous,
     own_calls,
     rewritten,
@@ -125,6 +127,56 @@ def test_rows_of_a_masked_model_are_drawn_anew_token_by_token():
         row = number % 6
         assert text.tolist() == rewritten_slowly(model, ids[row], masks[row], types[row], pool, number, 5)
     assert not torch.equal(texts[0], texts[6]), "the second time a row is another one"
+
+
+def joined_slowly(rows, number, seed):
+    """Row ``number``, of which each has two lists of tokens: the beginning of one row, and the end of another."""
+    own = rows[number % len(rows)]
+    alike = [row for row in rows if [*map(len, row)] == [*map(len, own)]]
+    random = torch.Generator().manual_seed(seed * 1_000_003 + number)
+    part, chance = torch.rand(2, generator=random, dtype=torch.float64).tolist()
+    after = alike.index(own) + 1
+    other = [*alike[after:], *alike[:after]][int(chance * (len(alike) - 1))]
+    places = [math.ceil(part * len(tokens)) for tokens in own]
+    return [a[:place] + b[place:] for a, b, place in zip(own, other, places)]
+
+
+def test_rows_are_joined_from_two_of_the_users():
+    """Whole batches in turn, with all else that they have; of rows that judge nothing; of other lengths nothing."""
+    ids, others = torch.randperm(9 * 6).view(9, 6), torch.randperm(9 * 4).view(9, 4)
+    parts = [(slice(0, 2), 6), (slice(2, 3), 6), (slice(3, 6), 6), (slice(6, 8), 5), (slice(8, 9), 6)]
+    calls = [
+        Call((ids[part, :length],), {"decoder_input_ids": others[part], "cached": False}, step)
+        for step, (part, length) in enumerate(parts)
+    ]
+    rows = [[ids[row, : 5 if row in (6, 7) else 6].tolist(), others[row].tolist()] for row in range(8)]
+    own = joined(calls, 1, 1, 5)  # nine, of eight that are left: the first batch a second time
+    assert [(len(call.args[0]), call.step) for call in own] == [(2, -4), (1, -3), (3, -2), (2, -1), (2, -8)]
+    texts = [[a, b] for call in own for a, b in zip(call.args[0].tolist(), call.kwargs["decoder_input_ids"].tolist())]
+    assert texts == [joined_slowly(rows, number, 5) for number in range(10)]
+    assert not any(call.kwargs["cached"] for call in own)
+
+
+@pytest.mark.parametrize("build", ["t5", "bart", "bert", "masked_bert streamed"])
+def test_auto_joins_rows_where_the_model_writes_none(build, tmp_path):
+    """None where a model is streamed: each row of it takes memory and a pass."""
+    model = globals()[build.partition(" ")[0]]()
+    data = [
+        {**batch, "decoder_input_ids": batch["input_ids"]} if build in ("t5", "bart") else batch for batch in batches(4)
+    ]
+    rows = sum(len(batch["input_ids"]) for batch in data)
+    options = {"data_loader": data, "self_data": "auto", "progress": False}
+    if "streamed" in build:
+        model.save_pretrained(tmp_path / "dense")
+        report = mts.sparsify_checkpoint(tmp_path / "dense", tmp_path / "sparse", "wanda", **options)
+    else:
+        report = mts.report(mts.sparsify(model, "wanda", **options))
+    notes = [note for note in report.notes if "joined" in note]
+    why = f"a {type(model).__name__} is no causal or masked language model"
+    expected = f"{3 * rows} further rows are joined from two of the data's each: {why}"
+    assert notes == ([] if "streamed" in build else [expected])
+    tokens = max(layer.tokens for layer in report.layers)
+    assert tokens == rows * LENGTH * (1 if "streamed" in build else 4)
 
 
 def test_draws_follow_the_distribution():
