@@ -86,7 +86,7 @@ def reconstruct(
         return error(index) / max(step_energies[index], 1e-30) * sizes[index] ** 0.5
 
     values = TunedWeights(weights, outputs_of(block.layer_plans), options.learning_rate, movable)
-    # pruned weights are zeros; that masks see to it in each call would take a tenth of the time
+    # pruned weights are zeros; to let masks see to it in each call takes a twentieth of a step
     with forward_context(run), without_masks(inputs.block), only_these_require_grad(inputs.block, weights):
         token_masks = _token_masks(block, inputs, goals.outputs)
         batches = BatchNumbers.of_calls(inputs.data, [call.numbered.number for call in inputs.calls])

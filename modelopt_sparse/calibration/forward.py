@@ -19,7 +19,6 @@ from transformers import PreTrainedModel
 from modelopt_sparse.calibration.answers import Unknown, drawing_from
 from modelopt_sparse.calibration.data import Call, batch_rows, digest_of, held_back, load_calls, source_of, split_steps
 from modelopt_sparse.calibration.own_text import (
-    are_tokens,
     calls_from_nothing,
     joined,
     monotonous,
@@ -558,12 +557,11 @@ def _self_written(calls: list[Call] | None, run: Run) -> list[Call]:
     if not run.config.self_data:
         return []
     if run.config.self_data in OWN_WINDOWS and (why := why_no_text(calls, run)) is not None:
-        may_join = run.config.self_data == "auto" and run.config.split_data and run.storage.resident
-        if may_join and calls is not None and are_tokens(calls):
+        if run.config.self_data == "auto" and calls is not None and run.config.split_data and run.storage.resident:
             made = joined(calls, held_back(calls), OWN_WINDOWS["auto"], run.config.seed)
-            rows = sum(batch_rows(call.args, call.kwargs) for call in made)
-            run.report.notes.append(f"{rows} further rows are joined from two of the data's each: {why}")
-            return made
+            if rows := sum(batch_rows(call.args, call.kwargs) for call in made):
+                run.report.notes.append(f"{rows} further rows are joined from two of the data's each: {why}")
+                return made
         run.report.notes += [f"{NONE_WRITTEN}: {why}"] if why else []
         return []
     assert calls is not None

@@ -168,36 +168,34 @@ def _in_turn(calls: Sequence[Call], count: int) -> list[tuple[Call, int]]:
 # rows joined from two -------------------------------------------------------------------------------------------------
 
 
-def are_tokens(calls: Sequence[Call]) -> bool:
-    """Whether all tensors of calls have a row of whole numbers (tokens, masks) for each sample, and nothing else."""
-    by_call = [flat_tensors((call.args, call.kwargs)) for call in calls]
-    plain = all(x.dim() == 2 and x.layout == torch.strided and not x.is_floating_point() for x in chain(*by_call))
-    return plain and all(len({len(x) for x in tensors}) == 1 for tensors in by_call)
-
-
 def joined(calls: Sequence[Call], held_back: int, times: int, seed: int) -> list[Call]:
     """So many ``times`` the user's rows, each of which goes on, from a random place, as another of equal length does.
 
-    It needs no model: only `are_tokens` must hold. The last ``held_back`` calls, which judge, are not taken from. Row i
-    depends on (seed, i).
+    None where calls hold anything but rows of whole numbers (tokens, masks), one for each sample, or a row that no
+    other is as long as. The last ``held_back`` calls, which judge, are not taken from. Row i depends on (seed, i).
     """
     count = times * sum(batch_rows(call.args, call.kwargs) for call in calls)
     calls = calls[: len(calls) - held_back] or calls
     tensors = [flat_tensors((call.args, call.kwargs)) for call in calls]
+    plain = all(x.dim() == 2 and x.layout == torch.strided and not x.is_floating_point() for x in chain(*tensors))
+    if not plain or any(len({len(x) for x in of_call}) != 1 for of_call in tensors):
+        return []
     lengths = [tuple(x.shape[1] for x in of_call) for of_call in tensors]
     alike = grouped(
         ((call, row) for call, of_call in enumerate(tensors) for row in range(len(of_call[0]))),
         lambda place: lengths[place[0]],
     )
+    if any(len(rows) < 2 for rows in alike.values()):
+        return []
     made = []
     for number, (source, first) in enumerate(_in_turn(calls, count)):
         place = number % len(calls)
         rows, others, cuts = alike[lengths[place]], list[tuple[int, int]](), list[float]()
+        begin = rows.index((place, 0))
         for row in range(len(tensors[place][0])):
             random = torch.Generator().manual_seed((seed * 1_000_003 + first + row) % 2**63)
             cut, chance = torch.rand(2, generator=random, dtype=torch.float64).tolist()
-            index = rows.index((place, row)) + 1 + int(chance * (len(rows) - 1))  # of any row but itself
-            others.append(rows[index % len(rows)])
+            others.append(rows[(begin + row + 1 + int(chance * (len(rows) - 1))) % len(rows)])  # any but itself
             cuts.append(cut)
         ends = [torch.stack(parts) for parts in zip(*([x[row] for x in tensors[call]] for call, row in others))]
         made.append(_going_on(source, ends, torch.tensor(cuts).unsqueeze(1)))

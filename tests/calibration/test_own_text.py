@@ -157,6 +157,25 @@ def test_rows_are_joined_from_two_of_the_users():
     assert not any(call.kwargs["cached"] for call in own)
 
 
+TOKENS = torch.arange(24).view(4, 6)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [(torch.rand(4, 6),)],
+        [(TOKENS, torch.rand(4, 6, 2))],
+        [(TOKENS, torch.arange(4))],
+        [(TOKENS, TOKENS[:2])],
+        [(TOKENS,), (TOKENS[:1, :5],)],
+        [(3,)],
+    ],
+    ids=["features", "images", "a number each", "other rows", "none as long", "no tensor"],
+)
+def test_nothing_is_joined_of_other_data(arguments):
+    assert joined([Call(args, {}) for args in arguments], 0, 3, 0) == []
+
+
 @pytest.mark.parametrize("build", ["t5", "bart", "bert", "masked_bert streamed"])
 def test_auto_joins_rows_where_the_model_writes_none(build, tmp_path):
     """None where a model is streamed: each row of it takes memory and a pass."""
@@ -352,15 +371,15 @@ def test_auto_says_why_none_is_written(build, options, why):
     assert [layer.error for layer in mts.report(model).layers] == [layer.error for layer in mts.report(without).layers]
 
 
-@pytest.mark.parametrize("build", [tiny_llama, masked_bert])
-def test_the_plan_counts_text_of_the_models_own(build):
+@pytest.mark.parametrize("build", [tiny_llama, masked_bert, lambda: bert()])
+def test_the_plan_counts_text_of_the_models_own_and_joined_rows(build):
     text = {"data": ["a"], "tokenizer": print, "num_samples": 8, "seq_len": 16}
     auto, number, masked, none = (
         mts.make_plan(build(), "wanda", self_data=windows, **text).memory["cached_activations"]
         for windows in ("auto", 24, "masked", 0)
     )
     assert auto == number == 4 * none
-    assert masked == (none if build is tiny_llama else 2 * none)
+    assert masked == (2 * none if build is masked_bert else none)
 
 
 def test_the_run_is_that_on_the_same_batches_given_by_hand():
