@@ -40,7 +40,7 @@ from modelopt_sparse.checks import grouped
 from modelopt_sparse.model.devices import flat_tensors, map_tensors
 from modelopt_sparse.model.experts import RoutedAdapter, experts_of
 from modelopt_sparse.model.find import Stack
-from modelopt_sparse.model.layers import IN_PROJ, Layer
+from modelopt_sparse.model.layers import IN_PROJ, Layer, TokenMasks
 from modelopt_sparse.plan.plan import LayerPlan, Plan
 from modelopt_sparse.plan.planner import without_others
 from modelopt_sparse.reports.text import first_few
@@ -77,16 +77,16 @@ class SeenInputs:
         self.varying |= {name for name, inputs in keys.items() if inputs != keys.get(self.input_of[name])}
         self._number, self._keys, self._leaders = number, {}, {}
 
-    def see(self, layer: Layer, inputs: tuple[Tensor, ...], token_mask: Tensor | None) -> None:
-        if not (inputs[0].numel() if token_mask is None else token_mask.any()):
+    def see(self, layer: Layer, inputs: tuple[Tensor, ...], token_masks: TokenMasks) -> None:
+        if not (inputs[0].numel() if token_masks[0] is None else token_masks[0].any()):
             return  # no token is no data
         leader = self._leader(layer, inputs)
         self._keys.setdefault(layer.name, []).append(input_key(layer, inputs))
         if self.input_of.setdefault(layer.name, leader if self._number == 0 else layer.name) != leader:
             self.varying.add(layer.name)
         self.order.setdefault(layer.name, (self._number, len(self.order)))
-        for x in inputs:
-            finite = torch.isfinite((x if token_mask is None else x[token_mask]).detach().float().sum())
+        for x, mask in zip(inputs, token_masks):
+            finite = torch.isfinite((x if mask is None else x[mask]).detach().float().sum())
             self.finite[layer.name] = self.finite.get(layer.name, finite) & finite
 
     def first_call(self, layer_plan: LayerPlan) -> tuple[float, int]:
@@ -110,7 +110,9 @@ def _rows_of_a_matrix(layer: Layer, inputs: tuple[Tensor, ...]) -> Fraction:
         return Fraction(int((inputs[1] < experts_of(owner)).sum()), len(layer.parameter))
     shapes = tuple(x.to("meta") for x in inputs)
     apart = [(x,) for x in shapes] if adapter is IN_PROJ else [shapes]  # keys may be longer than queries
-    return Fraction(sum(rows.shape[-2] for group in apart for rows in adapter.rows(owner, group, None)), len(apart))
+    with_padding = [None] * len(apart[0])
+    rows = [rows.shape[-2] for group in apart for rows in adapter.rows(owner, group, with_padding)]
+    return Fraction(sum(rows), len(apart))
 
 
 def _units_of(call: Call) -> int:
@@ -161,10 +163,10 @@ class DenseRun:
             fresh = [call.going_on() for call in fresh]
         return AtBlock(Calls(data, self.again.shapes), fresh, replace(self.order, blocks=blocks))
 
-    def see(self, layer: Layer, inputs: tuple[Tensor, ...], token_mask: Tensor | None) -> None:
+    def see(self, layer: Layer, inputs: tuple[Tensor, ...], token_masks: TokenMasks) -> None:
         if not self.data.run.storage.resident and layer.name not in self.inputs.order:
             refuse_unusable(layer)  # while its block has its weights
-        self.inputs.see(layer, inputs, token_mask)
+        self.inputs.see(layer, inputs, token_masks)
         if self.data.run.config.budget is not None:
             self.rows[layer.name] = self.rows.get(layer.name, Fraction()) + _rows_of_a_matrix(layer, inputs)
 

@@ -39,7 +39,7 @@ from modelopt_sparse.model.devices import (
     version,
 )
 from modelopt_sparse.model.hf import is_encoder_decoder, takes
-from modelopt_sparse.model.layers import CONV, Layer
+from modelopt_sparse.model.layers import CONV, Layer, TokenMasks
 from modelopt_sparse.model.output import Output, OutputError, name_of
 from modelopt_sparse.plan.options import OWN_WINDOWS
 from modelopt_sparse.plan.plan import LayerPlan
@@ -85,7 +85,7 @@ class PaddingOfCall:
         whole = module is self.model or isinstance(module, PreTrainedModel)
         try:
             for side, real in token_masks(module, named if whole else masks).items():
-                self.told[module, side] = None if real.all() else real
+                self.told[module, side] = None if real is None or real.all() else real
         except PaddingError as error:
             self.told.update({(module, side): error for side in ("encoder", "decoder", "image")})
         for name in () if self.told else masks:
@@ -102,9 +102,9 @@ class PaddingOfCall:
         return mask
 
 
-def token_masks(model: nn.Module, named: Mapping[str, Any]) -> dict[Side, Tensor]:
-    """The padding of one call of a module, from its arguments attention_mask and relatives."""
-    masks: dict[Side, Tensor] = {}
+def token_masks(model: nn.Module, named: Mapping[str, Any]) -> dict[Side, Tensor | None]:
+    """The padding of one call of a module, from its arguments attention_mask and relatives; None: there is none."""
+    masks: dict[Side, Tensor | None] = {}
     if any(name.endswith(PADDING) for name in named):
         masks = _key_padding(model, named)
     if OWN in named:
@@ -166,7 +166,7 @@ def _token_mask(named: Mapping[str, Any], name: str) -> Tensor:
     return mask == 0 if (mask < 0).any() else mask != 0  # numbers below zero are added to scores
 
 
-def _key_padding(model: nn.Module, named: Mapping[str, Any]) -> dict[Side, Tensor]:
+def _key_padding(model: nn.Module, named: Mapping[str, Any]) -> dict[Side, Tensor | None]:
     """torch's own convention: ``*padding_mask`` [batch, sequence], True (or a number below zero) = padding. What
     modules of transformers call ``padding_mask`` is as their attention_mask: 1 = a real token."""
     hf = any(base.__module__.startswith("transformers.") for base in type(model).mro())
@@ -179,7 +179,13 @@ def _key_padding(model: nn.Module, named: Mapping[str, Any]) -> dict[Side, Tenso
     if attentions and not any(module.batch_first for module in attentions):
         real = {name: mask.mT for name, mask in real.items()}  # the model's tokens are [sequence, batch]
     memory = [real.pop(name) for name in [*real] if name.startswith("memory")]
+    if isinstance(model, nn.Transformer):
+        sources, targets = (real.get(f"{name}_key_padding_mask") for name in ("src", "tgt"))
+        return {"encoder": memory[0] if sources is None and memory else sources, "decoder": targets}
     queries = [*real.values()]
+    if takes(model, "src") and takes(model, "tgt") and len(queries) == 1:
+        problem = f"{''.join(real)} is of src or of tgt, and nothing says which tokens of both are real"
+        raise PaddingError(f"{problem}: {INSTEAD}")
     if any(not torch.equal(queries[0], mask) for mask in queries[1:]):
         raise PaddingError(f"{' and '.join(real)} differ, and whose tokens each describes cannot be told: {INSTEAD}")
     keys = memory or ([] if takes(model, "memory") else queries)
@@ -218,15 +224,16 @@ def _sides(model: nn.Module) -> dict[nn.Module, Side]:
     for module in model.modules() if takes(model, "input_ids") else ():
         if takes(module, "pixel_values") and not takes(module, "input_ids"):
             sides.update(dict.fromkeys(module.modules(), "image"))
-    if is_encoder_decoder(model):
-        sides.update(dict.fromkeys(model.get_encoder().modules(), "encoder"))  # type: ignore[operator] - not on nn.Module
+    if isinstance(model, nn.Transformer) or is_encoder_decoder(model):
+        encoder = model.encoder if isinstance(model, nn.Transformer) else model.get_encoder()  # type: ignore[operator] - not on nn.Module
+        sides.update(dict.fromkeys(encoder.modules(), "encoder"))
     return sides
 
 
 # hooks that see the inputs of layers ----------------------------------------------------------------------------------
 
 
-See = Callable[[Layer, tuple[Tensor, ...], Tensor | None], None]
+See = Callable[[Layer, tuple[Tensor, ...], TokenMasks], None]
 
 
 class PaddingOfInputs:
@@ -249,16 +256,8 @@ class PaddingOfInputs:
     def on_router(self, router: nn.Module, args: tuple, output: Any) -> None:
         self._token_of_row[router] = output[1]
 
-    def token_mask(self, module: nn.Module, layer: Layer, inputs: tuple[Tensor, ...]) -> Tensor | None:
-        """The token mask of a layer's inputs, shaped like their leading dimensions; None if every token is real."""
-        first, *others = [self._of_one(module, layer, x) for x in inputs]
-        for x, mask in zip(inputs[1:], others):
-            same = mask is first if mask is None or first is None else torch.equal(mask, first)
-            if not same:
-                raise _unmatched(layer, x, "the token mask of its queries is another one")
-        return first
-
-    def _of_one(self, module: nn.Module, layer: Layer, x: Tensor) -> Tensor | None:
+    def token_mask(self, module: nn.Module, layer: Layer, x: Tensor) -> Tensor | None:
+        """The token mask of an input of a layer, shaped like its leading dimensions; None if every token is real."""
         around: Around = self._sides[module]
         if any(x.data_ptr() == state.data_ptr() and x.shape == state.shape for state in self._from_encoder):
             around = [(outer, "encoder") for outer, _ in around]
@@ -272,12 +271,8 @@ class PaddingOfInputs:
                 return mask.view(x.shape[:-1])
             if x.dim() == 2 and x.shape[0] == mask.numel():
                 return mask.flatten()
-        raise _unmatched(layer, x, f"the token mask has shape {list(mask.shape)}")
-
-
-def _unmatched(layer: Layer, x: Tensor, why: str) -> PaddingError:
-    problem = f"layer {layer.name!r} gets an input of shape {list(x.shape)}, and {why}"
-    return PaddingError(f"{problem}: which of its rows are padding cannot be told; {INSTEAD}")
+        problem = f"layer {layer.name!r} gets an input of shape {list(x.shape)}, the token mask has {list(mask.shape)}"
+        raise PaddingError(f"{problem}: which of its rows are padding cannot be told; {INSTEAD}")
 
 
 def _without_ones(shape: torch.Size) -> list[int]:
@@ -288,12 +283,8 @@ def _without_ones(shape: torch.Size) -> list[int]:
 def input_hooks(
     layer_plans: Iterable[LayerPlan], blocks: Sequence[nn.Module], sides: Mapping[nn.Module, Around], see: See
 ) -> Iterator[PaddingOfInputs]:
-    """While entered, ``see(layer, inputs, token_mask)`` is called for every input of the layers, in the model or in
-    ``blocks`` by themselves.
-
-    ``token_mask`` (bool, True = a real token) has the leading shape of the inputs; None says that all are real. What
-    this gives tells it, and is to be told the masks of each call of the model.
-    """
+    """While entered, ``see(layer, inputs, token_masks)`` is called for all inputs of the layers, in the model or in
+    ``blocks`` by themselves. What this gives is to be told the masks of each call of the model."""
     padding = PaddingOfInputs(sides)
     layers: dict[nn.Module, list[Layer]] = {}
     for layer_plan in layer_plans:
@@ -314,7 +305,7 @@ def input_hooks(
                     for x in inputs:
                         if isinstance(x, Unknown):  # by another way than the arguments of its block
                             x.need()
-                    see(layer, inputs, padding.token_mask(module, layer, inputs))
+                    see(layer, inputs, [padding.token_mask(module, layer, x) for x in inputs])
         finally:
             inside = False
 

@@ -24,7 +24,7 @@ from modelopt_sparse.distributed import Processes
 from modelopt_sparse.methods.base import Stats
 from modelopt_sparse.methods.scores import Magnitude
 from modelopt_sparse.model.experts import Route, RoutedAdapter
-from modelopt_sparse.model.layers import Layer
+from modelopt_sparse.model.layers import Layer, TokenMasks
 from modelopt_sparse.plan.plan import LayerPlan
 from modelopt_sparse.reports.report import Report
 from modelopt_sparse.run import Run
@@ -442,24 +442,24 @@ class Collector:
         self.needs, self.sharing, self._all_tokens = needs, Sharing(enabled=share), all_tokens
         self._sums: dict[str, RunningSum] = {}
 
-    def see(self, layer: Layer, inputs: tuple[Tensor, ...], token_mask: Tensor | None) -> None:
+    def see(self, layer: Layer, inputs: tuple[Tensor, ...], token_masks: TokenMasks) -> None:
         if not self.sharing.is_first(layer, inputs):
             return
         name, adapter = layer.name, layer.adapter
         if not isinstance(adapter, RoutedAdapter):
             gram = not {"gram", ROWS}.isdisjoint(self.needs.values())
             total = self._sums.setdefault(name, RunningSum(gram))
-            for rows in adapter.rows(layer.owner, inputs, token_mask):
+            for rows in adapter.rows(layer.owner, inputs, token_masks):
                 total.add(rows)
             return
         if name not in self._sums:
             self._sums[name] = RunningSum.of_experts(layer, inputs[0], self.needs[name])
         total = self._sums[name]
-        if total.routes is not None and token_mask is None:
+        if total.routes is not None and token_masks[0] is None:
             inputs = tuple(x.clone() for x in inputs)  # the model may write to its own
         for expert in self._all_tokens:
-            total.add_route(Route(expert, adapter.all_tokens(layer.owner, inputs, token_mask, expert)))
-        for route in () if self._all_tokens else adapter.routes(layer.owner, inputs, token_mask):
+            total.add_route(Route(expert, adapter.all_tokens(layer.owner, inputs, token_masks, expert)))
+        for route in () if self._all_tokens else adapter.routes(layer.owner, inputs, token_masks):
             total.add_route(route)
 
     def end_call(self, _: object = None) -> None:

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from modelopt_sparse.model.devices import stored
-from modelopt_sparse.model.layers import Adapter, real_rows
+from modelopt_sparse.model.layers import Adapter, TokenMasks, real_rows
 from modelopt_sparse.model.masking import dense_class
 
 FIRST, SECOND = ("gate_up_proj", "up_proj"), "down_proj"
@@ -56,14 +56,10 @@ class RoutedAdapter(Adapter):
     sees_all_tokens = True  # whether `all_tokens` is implemented; if not, the plan refuses experts="all_tokens"
 
     @abstractmethod
-    def routes(self, module: Any, inputs: tuple[Tensor, ...], token_mask: Tensor | None) -> Iterator[Route]:
-        """The rows of each expert that gets any.
+    def routes(self, module: Any, inputs: tuple[Tensor, ...], token_masks: TokenMasks) -> Iterator[Route]:
+        """The rows of each expert that gets any, padding left out."""
 
-        ``token_mask`` (bool, one for each row of the inputs) is True for real tokens and False for padding, which is
-        left out. None: there is no padding.
-        """
-
-    def all_tokens(self, module: Any, inputs: tuple[Tensor, ...], token_mask: Tensor | None, expert: int) -> Tensor:
+    def all_tokens(self, module: Any, inputs: tuple[Tensor, ...], token_masks: TokenMasks, expert: int) -> Tensor:
         """The rows ``[T, C]`` that one expert would get if every token were routed to it."""
         raise NotImplementedError
 
@@ -93,15 +89,15 @@ class _FusedAdapter(RoutedAdapter):
     def unmatrix(self, module: Any, matrix: Tensor) -> Tensor:
         return matrix.mT.contiguous() if self.transposed(module) else matrix
 
-    def routes(self, module: Any, inputs: tuple[Tensor, ...], token_mask: Tensor | None) -> Iterator[Route]:
-        real = tuple(real_rows(x, token_mask) for x in inputs)
+    def routes(self, module: Any, inputs: tuple[Tensor, ...], token_masks: TokenMasks) -> Iterator[Route]:
+        real = tuple(map(real_rows, inputs, token_masks))
         for route in self.chosen(real, experts_of(module)):
             if self.second:
                 route = Route(route.expert, self.hidden(module, route.expert, route.rows), slots=route.slots)
             yield route
 
-    def all_tokens(self, module: Any, inputs: tuple[Tensor, ...], token_mask: Tensor | None, expert: int) -> Tensor:
-        rows = self.everyone(tuple(real_rows(x, token_mask) for x in inputs), expert)
+    def all_tokens(self, module: Any, inputs: tuple[Tensor, ...], token_masks: TokenMasks, expert: int) -> Tensor:
+        rows = self.everyone(tuple(map(real_rows, inputs, token_masks)), expert)
         return self.hidden(module, expert, rows) if self.second else rows
 
     def chosen(self, inputs: tuple[Tensor, ...], experts: int) -> Iterator[Route]:
@@ -189,8 +185,8 @@ class _ParallelAdapter(RoutedAdapter):
         sizes = torch.as_tensor(sizes, device=rows.device)
         return rows, torch.arange(len(sizes), device=rows.device).repeat_interleave(sizes)
 
-    def routes(self, module: Any, inputs: tuple[Tensor, ...], token_mask: Tensor | None) -> Iterator[Route]:
-        rows, index = inputs if token_mask is None else (x[token_mask] for x in inputs)
+    def routes(self, module: Any, inputs: tuple[Tensor, ...], token_masks: TokenMasks) -> Iterator[Route]:
+        rows, index = (x if mask is None else x[mask] for x, mask in zip(inputs, token_masks))
         for expert, part in enumerate(rows.split(index.bincount(minlength=experts_of(module)).tolist())):
             if len(part):
                 yield Route(expert, part)
@@ -210,8 +206,8 @@ class _SharedAdapter(Adapter):
         hidden, gammas = _arguments(module, args, kwargs)
         return (hidden, gammas.reshape(*hidden.shape[:-1], -1)) if self.second else (hidden,)
 
-    def rows(self, module: Any, inputs: tuple[Tensor, ...], token_mask: Tensor | None) -> Iterator[Tensor]:
-        flat = [real_rows(x, token_mask) for x in inputs]
+    def rows(self, module: Any, inputs: tuple[Tensor, ...], token_masks: TokenMasks) -> Iterator[Tensor]:
+        flat = [*map(real_rows, inputs, token_masks)]
         if not self.second:
             yield flat[0]  # one Gram matrix serves all experts
             return

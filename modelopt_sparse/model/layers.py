@@ -8,7 +8,7 @@ experts, which are in model/experts.py).
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,11 @@ from torch import Tensor, nn
 from modelopt_sparse.model.devices import parameter_of, stored
 from modelopt_sparse.model.forwards import has_own_forward, is_other, why_other
 from modelopt_sparse.model.masking import dense_class, named_masks
+
+# for each input of a layer a bool mask shaped like it without its last dimension, True = a real token, False = padding;
+# None: there is no padding
+TokenMasks = Sequence[Tensor | None]
+
 
 # how a weight is seen as a matrix -------------------------------------------------------------------------------------
 
@@ -49,14 +54,9 @@ class Adapter:
         """The tensors that the weight is multiplied with in one call of the hooked module, from its arguments."""
         return (args[0] if args else kwargs[self.argument],)
 
-    def rows(self, module: Any, inputs: tuple[Tensor, ...], token_mask: Tensor | None) -> Iterator[Tensor]:
-        """Inputs as chunks of rows ``[..., T, C]``.
-
-        ``token_mask`` (bool, shaped like an input without its last dimension) is True for real tokens and False for
-        padding, which is left out. None: there is no padding.
-        """
-        (x,) = inputs
-        yield real_rows(x, token_mask)
+    def rows(self, module: Any, inputs: tuple[Tensor, ...], token_masks: TokenMasks) -> Iterator[Tensor]:
+        """Inputs as chunks of rows ``[..., T, C]``, padding left out."""
+        yield from map(real_rows, inputs, token_masks)
 
     def signature(self, module: Any) -> tuple:
         """Layers with the same input share statistics only if their signatures are equal."""
@@ -98,9 +98,9 @@ class _ConvAdapter(Adapter):
     def columns(self, module: Any, weight):
         return weight.shape[1]
 
-    def rows(self, module: Any, inputs, token_mask):
+    def rows(self, module: Any, inputs, token_masks):
+        (x,), (token_mask,) = inputs, token_masks
         assert token_mask is None  # patches mix padding with real tokens; the run refuses such inputs before
-        (x,) = inputs
         spatial = len(module.kernel_size)
         if x.dim() == spatial + 1:  # unbatched
             x = x.unsqueeze(0)
@@ -152,8 +152,8 @@ class _InProjAdapter(Adapter):
         q, k, v = _query_key_value(args, kwargs)
         return (q,) if q is k and k is v else (q, k, v)
 
-    def rows(self, module: Any, inputs, token_mask):
-        flat = [real_rows(x, token_mask) for x in inputs]
+    def rows(self, module: Any, inputs, token_masks):
+        flat = [*map(real_rows, inputs, token_masks)]
         if len(flat) == 1:
             yield flat[0]  # one Gram matrix serves all three
             return

@@ -15,7 +15,7 @@ from modelopt_sparse.calibration.calls import Inputs
 from modelopt_sparse.calibration.dense import BlockTask
 from modelopt_sparse.calibration.forward import CalibrationData, NumberedCall
 from modelopt_sparse.calibration.stats import no_data_message
-from modelopt_sparse.model.layers import Layer, real_rows
+from modelopt_sparse.model.layers import Layer, TokenMasks, real_rows
 from modelopt_sparse.run import Run
 from modelopt_sparse.shrinking.cutting import Choice, Cutting, changed_in_calls
 from modelopt_sparse.shrinking.importance import by_block
@@ -125,17 +125,17 @@ class _SeenExperts:
     run: Run
     whole: bool
     number: int = 0
-    outputs: dict[tuple[str, int], list[tuple[Tensor, Tensor | None]]] = field(default_factory=dict)
+    outputs: dict[tuple[str, int], list[tuple[Tensor, TokenMasks]]] = field(default_factory=dict)
 
     def begin(self, numbered: NumberedCall) -> None:
         self.number = numbered.number
 
-    def see(self, layer: Layer, inputs: tuple[Tensor, ...], token_mask: Tensor | None) -> None:
-        inputs = tuple(real_rows(x, token_mask) for x in inputs)
+    def see(self, layer: Layer, inputs: tuple[Tensor, ...], token_masks: TokenMasks) -> None:
+        inputs = tuple(map(real_rows, inputs, token_masks))
         _, index_Tk, gates, *_ = inputs
         adapter: Any = layer.adapter
         outputs = None
-        for route in adapter.routes(layer.owner, inputs, None):
+        for route in adapter.routes(layer.owner, inputs, [None] * len(inputs)):
             expert_output = adapter.output(layer.owner, route.expert, route.rows).float()
             if outputs is None:
                 outputs = expert_output.new_zeros(index_Tk.numel(), expert_output.shape[-1])
@@ -147,7 +147,7 @@ class _SeenExperts:
         self.sums[layer.name].add(outputs_TkR, index_Tk, gates_Tk, inside=adapter.gates_inside)
         if self.whole:
             whole_TR = (outputs_TkR if adapter.gates_inside else outputs_TkR * gates_Tk[..., None]).sum(1)
-            held = self.run.storage.hold_activations(whole_TR), token_mask
+            held = self.run.storage.hold_activations(whole_TR), token_masks
             self.outputs.setdefault((layer.name, self.number), []).append(held)
 
     def of_all(self, name: str) -> ExpertSums:
@@ -183,8 +183,8 @@ def _refitted(
     def hold(layer: Layer, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if not (left := seen.outputs.get((layer.name, seen.number))):
             return  # no token was routed
-        whole, token_mask = left.pop(0)
-        rows, *routed = (real_rows(x, token_mask) for x in layer.adapter.inputs(module, args, kwargs))
+        whole, token_masks = left.pop(0)
+        rows, *routed = map(real_rows, layer.adapter.inputs(module, args, kwargs), token_masks)
         inputs = run.storage.hold_activations(rows), *routed
         call = RoutedCall.of(seen.number, modules[layer.name], layer.adapter, inputs, whole.to(rows.device))
         call.residual = run.storage.hold_activations(call.residual)

@@ -22,7 +22,7 @@ from modelopt_sparse.calibration.forward import CalibrationData, NumberedCall, f
 from modelopt_sparse.calibration.stats import Collector, groups_of, no_data_message, warn_of_few_tokens
 from modelopt_sparse.methods.base import Stats
 from modelopt_sparse.model.devices import flat_tensors
-from modelopt_sparse.model.layers import Layer
+from modelopt_sparse.model.layers import Layer, TokenMasks
 from modelopt_sparse.plan.plan import LayerPlan
 from modelopt_sparse.reports.values import Shrunk
 from modelopt_sparse.run import Run
@@ -166,11 +166,12 @@ class _Seen:
         self.collector.end_call()
         self.number = numbered.number
 
-    def see(self, layer: Layer, inputs: tuple[Tensor, ...], token_mask: Tensor | None) -> None:
+    def see(self, layer: Layer, inputs: tuple[Tensor, ...], token_masks: TokenMasks) -> None:
         judges = self.number in self.judging
-        self.collector.see(replace(layer, name=layer.name + JUDGING) if judges else layer, inputs, token_mask)
+        self.collector.see(replace(layer, name=layer.name + JUDGING) if judges else layer, inputs, token_masks)
         x_BSC = inputs[0].detach().abs().float()
-        real = torch.ones(x_BSC.shape[:-1], device=x_BSC.device) if token_mask is None else token_mask.float()
+        mask = token_masks[0]
+        real = torch.ones(x_BSC.shape[:-1], device=x_BSC.device) if mask is None else mask.float()
         if x_BSC.dim() == 2:
             x_BSC, real = x_BSC[None], real[None]
         means = (x_BSC * real[..., None]).sum(-2) / real.sum(-1, keepdim=True).clamp_min(1)

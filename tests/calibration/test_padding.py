@@ -82,6 +82,66 @@ def test_labels_say_which_decoder_tokens_are_padding():
     assert found["decoder.block.0.layer.1.EncDecAttention.k"].tokens == 2 * 9
 
 
+TORCH_MASKS = {  # of nn.Transformer: the arguments -> which tokens of the encoder and the decoder are real
+    "src": (("src",), (True, False)),
+    "tgt": (("tgt",), (False, True)),
+    "src, tgt": (("src", "tgt"), (True, True)),
+    "memory": (("memory",), (True, False)),
+    "src, memory": (("src", "memory"), (True, False)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("case", TORCH_MASKS)
+def test_torchs_encoder_decoder_has_a_mask_for_each_of_its_sides(case, batch_first):
+    """Equally long or not; its cross-attention's one weight meets queries of the decoder and keys of the encoder."""
+    torch.manual_seed(0)
+    names, (source_masked, target_masked) = TORCH_MASKS[case]
+    source = torch.arange(6) < torch.tensor([[6], [3]])
+
+    def build() -> nn.Transformer:
+        torch.manual_seed(1)
+        return nn.Transformer(16, 4, 1, 1, 32, batch_first=batch_first).eval()
+
+    for length in (6, 4):
+        target = torch.arange(length) < torch.tensor([[2], [4]])
+        batch = {"src": torch.randn(2, 6, 16), "tgt": torch.randn(2, length, 16)}
+        of_encoder = source if source_masked else torch.ones_like(source)
+        of_decoder = target if target_masked else torch.ones_like(target)
+        if not batch_first:
+            batch = {name: x.transpose(0, 1) for name, x in batch.items()}
+            of_encoder, of_decoder = of_encoder.T, of_decoder.T
+        batch |= {f"{name}_key_padding_mask": ~(target if name == "tgt" else source) for name in names}
+        real = {"encoder": of_encoder, "decoder": of_decoder}
+        blocks = [f"{side}.layers.0" for side in real]
+        expected = brute_force(build(), [batch], blocks, lambda _, name, real=real: real[name[:7]])
+        found = collected(build(), blocks, data_loader=[batch], sequential="none")
+        cross = found.pop("decoder.layers.0.multihead_attn.in_proj_weight")
+        of_queries = expected.grams.pop("decoder.layers.0.multihead_attn.in_proj_weight")
+        padding = batch.get("src_key_padding_mask")
+        memory = build().encoder(batch["src"], src_key_padding_mask=padding).detach()[of_encoder]
+        for gram, of_inputs in zip(cross.gram, (of_queries, memory.T @ memory, memory.T @ memory)):
+            torch.testing.assert_close(gram.double(), of_inputs.double(), rtol=1e-4, atol=1e-4)
+        assert cross.tokens == max(of_encoder.sum(), of_decoder.sum())
+        assert_stats(found, expected)
+
+
+def test_a_decoder_without_a_mask_has_no_padding_whatever_the_modules_around_it_are_given():
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Transformer(16, 4, 1, 1, 32, batch_first=True)
+
+        def forward(self, src: Tensor, tgt: Tensor, src_key_padding_mask: Tensor) -> Tensor:
+            return self.inner(src, tgt, src_key_padding_mask=src_key_padding_mask)
+
+    batch = {"src": torch.randn(2, 4, 16), "tgt": torch.randn(2, 4, 16), "src_key_padding_mask": ~MASK}
+    blocks = ["inner.encoder.layers.0", "inner.decoder.layers.0"]
+    for name, stats in collected(Around().eval(), blocks, data_loader=[batch]).items():
+        assert stats.tokens == (MASK.sum() if name.startswith(blocks[0]) else 8), name
+
+
 def _sequence_first() -> nn.TransformerEncoder:
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0)
@@ -142,6 +202,17 @@ def padded_samples(samples: list[dict[str, Tensor]]) -> Tensor:
     return nn.utils.rnn.pad_sequence([each["input_ids"] for each in samples], batch_first=True)
 
 
+class SourceAndTarget(nn.Module):
+    """Whose two inputs are no encoder's and decoder's of torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, src: Tensor, tgt: Tensor, src_key_padding_mask=None, tgt_key_padding_mask=None) -> Tensor:
+        return self.first(src) + self.second(tgt)
+
+
 MASK = torch.arange(4) < torch.tensor([[4], [2]])
 READY = [{**batch, "attention_mask": causal(batch)} for batch in padded()]
 # Gemma 3 takes one ready-made mask for each type of layer
@@ -153,7 +224,7 @@ BOTH = {"x": torch.randn(2, 4, 16), "memory": torch.randn(2, 4, 16), "attention_
 SAMPLES = [{"input_ids": torch.arange(1, n), "attention_mask": torch.ones(n - 1)} for n in (5, 8)]
 TWO_MASKS = {f"{name}_key_padding_mask": ~rows for name, rows in (("src", MASK), ("tgt", MASK.flip(0)))}
 CANNOT = (
-    r"layer 'blocks.0.up' gets an input of shape \[2, 5, 16\], and the token mask has shape \[2, 4\]: which of "
+    r"layer 'blocks.0.up' gets an input of shape \[2, 5, 16\], the token mask has \[2, 4\]: which of "
     "its rows are padding cannot be told; give batches without padding, or set count_padding=True"
 )
 # case -> (model, options, words of the error); its rows can be counted all
@@ -176,15 +247,14 @@ UNKNOWN = {
         r"layer 'blocks.0.mix' gets .* \[2, 16, 16\]",
     ),
     "masks that differ": (
-        lambda: nn.Transformer(16, 4, 1, 1, 32, batch_first=True),
+        SourceAndTarget,
         {"data_loader": [{"src": SEQUENCES["x"], "tgt": SEQUENCES["x"], **TWO_MASKS}]},
         "src_key_padding_mask and tgt_key_padding_mask differ",
     ),
-    # nn.MultiheadAttention's one weight meets both; each mask fits, but they are two
-    "queries and keys": (
-        EncoderDecoder,
-        {"data_loader": [{**BOTH, "decoder_attention_mask": MASK.flip(0)}]},
-        r"layer 'blocks.0.attention.in_proj_weight' gets .* the token mask of its queries is another one: which",
+    "a mask of one of two": (
+        SourceAndTarget,
+        {"data_loader": [{"src": SEQUENCES["x"], "tgt": SEQUENCES["x"], "src_key_padding_mask": ~MASK}]},
+        "src_key_padding_mask is of src or of tgt, and nothing says which tokens of both are real",
     ),
     "longer keys": (
         CrossModel,

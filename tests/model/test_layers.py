@@ -27,7 +27,8 @@ def rows_of(layer: Layer, *args: Tensor, keep: Tensor | None = None, **kwargs: T
     """All rows of one call of the hooked module, [..., T, C]."""
     observed = layer.hooked_modules[0]
     with torch.no_grad():
-        chunks = list(layer.adapter.rows(layer.owner, layer.adapter.inputs(observed, args, kwargs), keep))
+        inputs = layer.adapter.inputs(observed, args, kwargs)
+        chunks = list(layer.adapter.rows(layer.owner, inputs, [keep] * len(inputs)))
     return torch.cat(chunks, dim=-2)
 
 
@@ -130,7 +131,7 @@ def test_a_group_of_m_lies_along_input_channels_at_one_kernel_position(name):
 def test_long_inputs_come_in_chunks_that_are_the_same_rows():
     conv = nn.Conv1d(2, 2, 3)
     x = torch.randn(3, 2, 2_000_000)  # 12 million unfolded values per sample, 16 million per chunk
-    chunks = list(only_layer(conv).adapter.rows(conv, (x,), None))
+    chunks = list(only_layer(conv).adapter.rows(conv, (x,), [None]))
     assert [len(chunk) for chunk in chunks] == [1_999_998] * 3
     assert torch.equal(chunks[1][5], x[1, :, 5:8].T.flatten())
 

@@ -57,11 +57,13 @@ def input_rows(module: nn.Module, x: Tensor, real: Tensor | None) -> Tensor:
     return rows if real is None else rows[real.flatten()]
 
 
-def attention_result(module: nn.MultiheadAttention, x: Tensor, padding: Tensor | None) -> Tensor:
-    """softmax(q k^T / sqrt(d)) v of self-attention, all heads side by side: what out_proj is given."""
+def attention_result(module: nn.MultiheadAttention, x: Tensor, memory: Tensor, padding: Tensor | None) -> Tensor:
+    """softmax(q k^T / sqrt(d)) v, with queries of x and keys and values of memory, all heads side by side: what
+    out_proj is given."""
     if not module.batch_first:
-        x = x.transpose(0, 1)
-    q, k, v = F.linear(x, module.in_proj_weight, module.in_proj_bias).chunk(3, -1)
+        x, memory = x.transpose(0, 1), memory.transpose(0, 1)
+    weights, biases = module.in_proj_weight.chunk(3), module.in_proj_bias.chunk(3)
+    q, k, v = map(F.linear, (x, memory, memory), weights, biases)
     q, k, v = (part.unflatten(-1, (module.num_heads, -1)).transpose(1, 2) for part in (q, k, v))
     scores = q @ k.mT / q.shape[-1] ** 0.5
     if padding is not None:  # bool, or what nn.TransformerEncoder makes of it: -inf where it was True
@@ -138,7 +140,7 @@ def brute_force(
                 add_experts(name, module, *args[:2])
             elif isinstance(module, nn.MultiheadAttention):
                 add(f"{name}.in_proj_weight", module, x)
-                add(f"{name}.out_proj", module, attention_result(module, x, kwargs.get("key_padding_mask")))
+                add(f"{name}.out_proj", module, attention_result(module, x, args[1], kwargs.get("key_padding_mask")))
             else:
                 add(name, module, x)
 
