@@ -9,14 +9,13 @@ What torch's C++ code does by itself without an operation of its own, such as se
 Once entered it is the accelerator of the process for all of torch: tests that use it have a process of their own.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
@@ -113,8 +112,16 @@ def pretend_device() -> Iterator[torch.device]:
         torch.__future__.set_swap_module_params_on_conversion(before)
 
 
+def _mapped(function: Callable[[Tensor], Any], x: Any) -> Any:
+    """An operator's arguments or results, with other tensors: a fifth of the time of torch's tree_map."""
+    if isinstance(x, Tensor):
+        return function(x)
+    return type(x)([_mapped(function, part) for part in x]) if isinstance(x, (tuple, list)) else x
+
+
 def _run(func: Any, args: tuple, kwargs: dict) -> Any:
-    tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    tensors: list[Tensor] = []
+    _mapped(tensors.append, [*args, *kwargs.values()])
     if any(isinstance(x, Unknown) for x in tensors):
         return NotImplemented  # they know what to do
     there = [x for x in tensors if isinstance(x, Pretended)]
@@ -128,7 +135,8 @@ def _run(func: Any, args: tuple, kwargs: dict) -> Any:
         kwargs = {**kwargs, "device": torch.device("cpu")} if goes else kwargs
     else:
         goes = isinstance(args[0], Pretended) if func in MOVES else bool(there)
-    inner_args, inner_kwargs = pytree.tree_map_only(Pretended, lambda x: x.inner, (args, kwargs))
+    inner_args = _mapped(_inner, args)
+    inner_kwargs = {name: _mapped(_inner, x) for name, x in kwargs.items()}
     if func is aten.histc.default:  # of integers on a GPU alone, as transformers knows
         inner_args = (inner_args[0].double(), *inner_args[1:])
     if func in MOVES:
@@ -139,11 +147,15 @@ def _run(func: Any, args: tuple, kwargs: dict) -> Any:
     picked = func is aten.index.Tensor and any(x is not None and x.dtype == torch.bool for x in args[1])
     BACKEND.waits += bool(there) and (func in ASKING or picked)  # by a mask: how many elements that are
     result = func(*inner_args, **inner_kwargs)
-    arguments = {id(x.inner if isinstance(x, Pretended) else x): x for x in tensors}
+    arguments = {id(_inner(x)): x for x in tensors}
 
     def outer(x: Tensor) -> Tensor:
         if id(x) in arguments:  # what works in place gives its argument
             return arguments[id(x)]
         return Pretended(x) if goes else x
 
-    return pytree.tree_map_only(Tensor, outer, result)
+    return _mapped(outer, result)
+
+
+def _inner(x: Tensor) -> Tensor:
+    return x.inner if isinstance(x, Pretended) else x
