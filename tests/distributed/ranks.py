@@ -182,7 +182,7 @@ def more_options() -> Found:
     return {
         "five batches": sparse("llama", "sparsegpt", max_batches=5),
         "own data": sparse("llama", "sparsegpt", data_loader=own, split_data=False),
-        "everything": sparse("llama", "sparsegpt", permute=True, polish=4, reconstruct=2),
+        "everything": sparse("llama", "sparsegpt", permute=True, polish=4, reconstruct=1),
         "budget": sparse("llama", "wanda", **budget),
         "budget of experts": sparse("mixtral", "wanda", **budget, **FEW_AT_A_TIME),
         "loop": sparse("llama", "sparsegpt", data_loader=None, forward_loop=loop),
@@ -352,7 +352,7 @@ STREAMED: dict[str, tuple[str, Any, dict[str, Any]]] = {  # name -> model, metho
     "none": ("llama", "wanda", {"sequential": "none"}),
     "names that differ on disk": ("mixtral", "sparsegpt", {}),
     "a slow process": ("llama", Slow(), {}),
-    "no shared inputs": ("phi3", None, {"quality": "balanced", "reconstruct": {"masks": "move"}}),
+    "no shared inputs": ("phi3", None, {"quality": "balanced", "reconstruct": {"masks": "move", "epochs": 1}}),
     "not calibrated": ("llama", "magnitude", {}),
     "few at a time": ("mixtral", "sparsegpt", FEW_AT_A_TIME),
     "packed": ("mixtral", "sparsegpt", {"packed": True}),
