@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs /proc"),
     pytest.mark.slow,
 ]
-COUNT, WINDOWS, LENGTH, BLOCKS = 8, 2, 512, 8  # batches, windows in each, and their tokens
+COUNT, WINDOWS, LENGTH, BLOCKS = 4, 2, 512, 8  # batches, windows in each, and their tokens
 
 
 def small() -> Any:
