@@ -133,11 +133,12 @@ def split_steps(calls: Sequence[Call], count: int, first: int = 0) -> list[Call]
 
 def split(call: Call, rows: int, first: int | None = None) -> list[Call]:
     """Split a batch into parts of ``rows`` rows, the ``first`` part of so many, if it is nothing but tokens, or images
-    with a number for each. Any other stays whole, for which of its tensors have a row for each sample is not known.
-    `row` of a part counts from the beginning of the batch."""
-    tensors = [x for _, x in parts_within((call.args, call.kwargs)) if isinstance(x, Tensor)]
-    dims = [x.dim() for x in tensors if not x.is_floating_point()]
-    images = [x for x in tensors if x.is_floating_point()]
+    with a number for each, and labels. Any other stays whole, for which of its tensors have a row for each sample is
+    not known. `row` of a part counts from the beginning of the batch."""
+    named = [(name, x) for name, x in parts_within((call.args, call.kwargs)) if isinstance(x, Tensor)]
+    tensors = [x for _, x in named]
+    dims = [x.dim() for name, x in named if not x.is_floating_point() and not is_label(name, x)]
+    images = [x for name, x in named if x.is_floating_point() and not is_label(name, x)]
     known = all(dim == 2 for dim in dims) if not images else all(dim == 1 for dim in dims)
     plain = all(x.layout == torch.strided and not x.is_nested for x in tensors) and len(images) < 2
     if not (plain and known and all(x.dim() > 3 for x in images)) or len({len(x) for x in tensors}) != 1:
@@ -148,6 +149,11 @@ def split(call: Call, rows: int, first: int | None = None) -> list[Call]:
     return [
         Call(*map_tensors(lambda x, a=a, b=b: x[a:b], (call.args, call.kwargs)), row=a) for a, b in zip(begins, ends)
     ]
+
+
+def is_label(name: str, x: Any) -> bool:
+    """Whether an argument is a label of each sample, which says nothing of what the model puts out."""
+    return name == "labels" and isinstance(x, Tensor) and x.dim() == 1
 
 
 def held_back(calls: Sequence[Call]) -> int:

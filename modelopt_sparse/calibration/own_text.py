@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from modelopt_sparse.calibration.data import Call, batch_rows, chat_prompts, text_windows
+from modelopt_sparse.calibration.data import Call, batch_rows, chat_prompts, is_label, text_windows
 from modelopt_sparse.checks import grouped
 from modelopt_sparse.distributed import Processes
 from modelopt_sparse.model.devices import flat_tensors, input_device, map_tensors
@@ -171,11 +171,15 @@ def _in_turn(calls: Sequence[Call], count: int) -> list[tuple[Call, int]]:
 def joined(calls: Sequence[Call], held_back: int, times: int, seed: int) -> list[Call]:
     """So many ``times`` the user's rows, each of which goes on, from a random place, as another of equal length does.
 
-    None where calls hold anything but rows of whole numbers (tokens, masks), one for each sample, or a row that no
-    other is as long as. The last ``held_back`` calls, which judge, are not taken from. Row i depends on (seed, i).
+    None where calls hold anything but rows of whole numbers (tokens, masks), one for each sample, and a label for each,
+    which stays, or a row that no other is as long as. The last ``held_back`` calls, which judge, are not taken from.
+    Row i depends on (seed, i).
     """
     count = times * sum(batch_rows(call.args, call.kwargs) for call in calls)
-    calls = calls[: len(calls) - held_back] or calls
+    users = calls[: len(calls) - held_back] or calls
+    calls = [
+        replace(call, kwargs={name: x for name, x in call.kwargs.items() if not is_label(name, x)}) for call in users
+    ]
     tensors = [flat_tensors((call.args, call.kwargs)) for call in calls]
     plain = all(x.dim() == 2 and x.layout == torch.strided and not x.is_floating_point() for x in chain(*tensors))
     if not plain or any(len({len(x) for x in of_call}) != 1 for of_call in tensors):
@@ -198,7 +202,8 @@ def joined(calls: Sequence[Call], held_back: int, times: int, seed: int) -> list
             others.append(rows[(begin + row + 1 + int(chance * (len(rows) - 1))) % len(rows)])  # any but itself
             cuts.append(cut)
         ends = [torch.stack(parts) for parts in zip(*([x[row] for x in tensors[call]] for call, row in others))]
-        made.append(_going_on(source, ends, torch.tensor(cuts).unsqueeze(1)))
+        call = _going_on(source, ends, torch.tensor(cuts).unsqueeze(1))
+        made.append(replace(call, kwargs={**users[place].kwargs, **call.kwargs}))
     return made
 
 

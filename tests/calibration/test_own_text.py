@@ -143,10 +143,10 @@ def joined_slowly(rows, number, seed):
 
 def test_rows_are_joined_from_two_of_the_users():
     """Whole batches in turn, with all else that they have; of rows that judge nothing; of other lengths nothing."""
-    ids, others = torch.randperm(9 * 6).view(9, 6), torch.randperm(9 * 4).view(9, 4)
+    ids, others, labels = torch.randperm(9 * 6).view(9, 6), torch.randperm(9 * 4).view(9, 4), torch.arange(9)
     parts = [(slice(0, 2), 6), (slice(2, 3), 6), (slice(3, 6), 6), (slice(6, 8), 5), (slice(8, 9), 6)]
     calls = [
-        Call((ids[part, :length],), {"decoder_input_ids": others[part], "cached": False}, step)
+        Call((ids[part, :length],), {"decoder_input_ids": others[part], "cached": False, "labels": labels[part]}, step)
         for step, (part, length) in enumerate(parts)
     ]
     rows = [[ids[row, : 5 if row in (6, 7) else 6].tolist(), others[row].tolist()] for row in range(8)]
@@ -155,9 +155,16 @@ def test_rows_are_joined_from_two_of_the_users():
     texts = [[a, b] for call in own for a, b in zip(call.args[0].tolist(), call.kwargs["decoder_input_ids"].tolist())]
     assert texts == [joined_slowly(rows, number, 5) for number in range(10)]
     assert not any(call.kwargs["cached"] for call in own)
+    assert torch.cat([call.kwargs["labels"] for call in own]).tolist() == [*range(8), 0, 1]
 
 
 TOKENS = torch.arange(24).view(4, 6)
+
+
+def test_labels_of_tokens_are_joined_with_them():
+    for call in joined([Call((), {"input_ids": TOKENS, "labels": TOKENS})], 0, 3, 0):
+        assert torch.equal(call.kwargs["labels"], call.kwargs["input_ids"])
+        assert not torch.equal(call.kwargs["labels"], TOKENS)
 
 
 @pytest.mark.parametrize(

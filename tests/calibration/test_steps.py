@@ -21,12 +21,24 @@ def with_masks(rows: Tensor) -> dict[str, Tensor]:
     return {"input_ids": rows, "attention_mask": torch.ones_like(rows)}
 
 
+def with_labels(rows: Tensor) -> dict[str, Tensor]:
+    return {"rows": rows, "labels": rows.flatten(1)[:, 0]}
+
+
 @pytest.mark.parametrize("tuned", [{"reconstruct": True}, {"distill": True}])
 @pytest.mark.parametrize("sizes", [32, 4, 7, 300])
 @pytest.mark.parametrize(
     ("rows", "as_call", "size"),
-    [(ROWS, None, 8), (ROWS, with_masks, 8), (ROWS[:100], None, 3), (ROWS[:3], None, 1), (IMAGES, None, 2)],
-    ids=["tokens", "with masks", "few", "three", "images"],
+    [
+        (ROWS, None, 8),
+        (ROWS, with_masks, 8),
+        (ROWS, with_labels, 8),
+        (ROWS[:100], None, 3),
+        (ROWS[:3], None, 1),
+        (IMAGES, None, 2),
+        (IMAGES, with_labels, 2),
+    ],
+    ids=["tokens", "with masks", "with labels", "few", "three", "images", "images with labels"],
 )
 def test_steps_are_the_same_whatever_the_batches(rows, as_call, size, sizes, tuned):
     """About 1,024 tokens each, at least 32, in an order drawn by the seed; an image counts as 128 tokens."""
@@ -37,6 +49,8 @@ def test_steps_are_the_same_whatever_the_batches(rows, as_call, size, sizes, tun
     for call in calls:
         steps.setdefault(call.step, []).append(flat_tensors((call.args, call.kwargs))[0])
         assert steps[call.step][-1][0, 0] in batches[call.batch][:, 0]
+        if as_call is with_labels:
+            assert torch.equal(call.kwargs["labels"], with_labels(call.kwargs["rows"])["labels"])
     wanted = in_steps([rows], seed=5)
     assert [*steps] == [*range(len(wanted))]
     assert {len(step) for step in wanted[:-1]} <= {size, len(rows) % size}
@@ -55,9 +69,11 @@ FLOATS, POSITIONS = torch.zeros(40, 300), torch.zeros(3, 40, 300, dtype=torch.lo
         {"input_ids": ROWS[:40], "position_ids": POSITIONS},
         {"input_ids": ROWS[:40], "pixel_values": IMAGES[:40]},
         {"pixel_values": IMAGES[:40], "rows": torch.zeros(39, dtype=torch.long)},
+        {"input_ids": ROWS[:40], "labels": ROWS[0, :39]},
+        {"input_ids": ROWS[:40], "lengths": ROWS[0, :40]},
         (ROWS[:40], ROWS[:1], {}),
     ],
-    ids=["floats", "hidden states", "positions", "both", "more images", "one row"],
+    ids=["floats", "hidden states", "positions", "both", "more images", "fewer labels", "lengths", "one row"],
 )
 def test_what_is_not_known_to_have_a_row_for_each_sample_stays_whole(batch):
     calls = load_calls(mts.SparsifyConfig(data_loader=[batch] * 3, reconstruct=True), tiny_llama())
