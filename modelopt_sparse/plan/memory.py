@@ -22,7 +22,7 @@ BYTES_PER_SUM = 4  # of a number of a layer's input, which is cast to float32 fo
 # the most that a solver holds beside statistics and masks: copies of the weight, and of the statistics
 WORKSPACE_WEIGHTS, WORKSPACE_GRAMS = 10, 4
 # copies of a block's weights that reconstruction holds: the optimizer's own, gradients, two moments, the best so far,
-# and the masked weights of the graph; beside these the dense ones where masks move, and two more where ways are tried
+# and the masked weights of the graph; beside these the dense ones where masks move
 RECONSTRUCTION = 6
 # bytes for each number of a Gram matrix, and of a weight, that the choice of channels and the refit hold beside the
 # sums: five and nine copies in float64, and the sum of both Gram matrices in float32
