@@ -1,11 +1,13 @@
 """Methods and qualities on kinds of model that nobody tuned them on: mean KL divergence from the dense model.
 
-    python examples/benchmarks/kinds.py encoder encoder-decoder conv causal mixture --out kinds.json
+    python examples/benchmarks/kinds.py encoder encoder-decoder classifier conv causal mixture --out kinds.json
 
 encoder: AntiBERTy (a BERT of 8 blocks, 512 wide, 26 million parameters, trained by its authors on antibody sequences)
 from the package antiberty 0.1.3, with sequences put together from the germline genes of the package anarci
 2026.2.13.2; both are downloaded into --work. The sequences that are held out come from other genes.
 encoder-decoder: a T5 of 128 channels and 2 + 2 blocks, trained here for --minutes to restore corrupted text.
+classifier: a BERT of 128 channels and 4 blocks, trained here for --minutes to tell which of five characters is the most
+frequent in a text; its batches hold labels.
 conv: a ResNet of 8 residual blocks of 32 to 256 channels, trained here for --minutes to tell directions of gratings.
 causal: the embedded Llama of the testbed.
 mixture: a Qwen3-MoE of 16 experts, upcycled from that Llama and trained here for --minutes (train_mixtures.py).
@@ -37,6 +39,7 @@ from transformers import (
     AutoTokenizer,
     BertConfig,
     BertForMaskedLM,
+    BertForSequenceClassification,
     PreTrainedModel,
     ResNetConfig,
     ResNetForImageClassification,
@@ -170,6 +173,32 @@ def encoder_decoder(work: Path, minutes: float) -> nn.Module:
     return trained(model, work / "encoder-decoder", minutes, batch_of)
 
 
+# classifier -----------------------------------------------------------------------------------------------------------
+
+MARKS = "(:=_."  # of equally frequent ones the later counts
+
+
+def marked(count: int, seed: int, *, held_out: bool) -> Rows:
+    """Characters of a text, and which of MARKS is the most frequent of them."""
+    text, draw, length = (TESTBED / text_file(held_out)).read_text(encoding="utf8"), random.Random(seed), 64
+    ids, labels = torch.zeros(count, length, dtype=torch.long), torch.zeros(count, dtype=torch.long)
+    for row in range(count):
+        begin, size = draw.randrange(len(text) - length), draw.randint(length // 2, length)
+        part = text[begin : begin + size]
+        ids[row, :size] = torch.tensor([min(max(ord(character), 32), 126) - 30 for character in part])
+        labels[row] = max(range(len(MARKS)), key=lambda k: (part.count(MARKS[k]), k))
+    return {"input_ids": ids, "attention_mask": (ids != 0).long(), "labels": labels}
+
+
+def classifier(work: Path, minutes: float) -> nn.Module:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 100, "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    config = BertConfig(**sizes, **dropout, intermediate_size=512, num_labels=len(MARKS))
+    model = BertForSequenceClassification(config)
+    return trained(model, work / "classifier", minutes, lambda step: marked(64, 1000 + step, held_out=False))
+
+
 # conv net -------------------------------------------------------------------------------------------------------------
 
 
@@ -240,6 +269,7 @@ class Kind(NamedTuple):
 KINDS = {
     "encoder": Kind(encoder, sequences, 512, 32, 192),
     "encoder-decoder": Kind(encoder_decoder, corrupted, 256, 32, 384),
+    "classifier": Kind(classifier, marked, 256, 32, 2000),
     "conv": Kind(conv_net, images, 512, 32, 2048),
     "causal": Kind(causal, windows, 128, 2, 40),
     "mixture": Kind(mixture, windows, 128, 2, 40),
@@ -252,13 +282,14 @@ def in_batches(rows: Rows, size: int, device: str = "cpu") -> list[Rows]:
 
 
 def predictions(model: nn.Module, batches: list[Rows]) -> list[Tensor]:
-    """Log probabilities of all real tokens, or of images, in float64."""
+    """Log probabilities of all real tokens, or of samples, in float64."""
     found = []
     for batch in batches:
         with torch.no_grad():
             logits = model(**batch).logits.cpu()
         mask = batch.get("decoder_attention_mask", batch.get("attention_mask"))
-        real = torch.ones(logits.shape[:-1], dtype=torch.bool) if mask is None else mask.bool().cpu()
+        of_samples = mask is None or logits.dim() == 2
+        real = torch.ones(logits.shape[:-1], dtype=torch.bool) if of_samples else mask.bool().cpu()
         found.append(logits[real].double().log_softmax(-1))
     return found
 
@@ -310,7 +341,7 @@ def main() -> None:
                     done[key]["ways"] = sorted({block.way for block in mts.report(sparse).blocks})
                     options.out.write_text(json.dumps(done, indent=2) + "\n")
                 print(
-                    f"{key}: KL {done[key]['kl']:.4f}, {done[key]['cpu seconds']} CPU s", *done[key]["ways"], flush=True
+                    f"{key}: KL {done[key]['kl']:.3g}, {done[key]['cpu seconds']} CPU s", *done[key]["ways"], flush=True
                 )
 
 
