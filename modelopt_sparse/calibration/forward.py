@@ -179,12 +179,13 @@ def _key_padding(model: nn.Module, named: Mapping[str, Any]) -> dict[Side, Tenso
     if attentions and not any(module.batch_first for module in attentions):
         real = {name: mask.mT for name, mask in real.items()}  # the model's tokens are [sequence, batch]
     memory = [real.pop(name) for name in [*real] if name.startswith("memory")]
-    if isinstance(model, nn.Transformer):
+    if type(model).forward is nn.Transformer.forward:  # a class with its own may call its masks otherwise
         sources, targets = (real.get(f"{name}_key_padding_mask") for name in ("src", "tgt"))
         return {"encoder": memory[0] if sources is None and memory else sources, "decoder": targets}
     queries = [*real.values()]
     if takes(model, "src") and takes(model, "tgt") and len(queries) == 1:
-        problem = f"{''.join(real)} is of src or of tgt, and nothing says which tokens of both are real"
+        (name,) = real
+        problem = f"{name} is of src or of tgt, and nothing says which tokens of both are real"
         raise PaddingError(f"{problem}: {INSTEAD}")
     if any(not torch.equal(queries[0], mask) for mask in queries[1:]):
         raise PaddingError(f"{' and '.join(real)} differ, and whose tokens each describes cannot be told: {INSTEAD}")

@@ -213,6 +213,11 @@ class SourceAndTarget(nn.Module):
         return self.first(src) + self.second(tgt)
 
 
+class OwnNames(nn.Transformer):
+    def forward(self, src: Tensor, tgt: Tensor, src_padding_mask=None) -> Tensor:
+        return self.decoder(tgt, self.encoder(src))
+
+
 MASK = torch.arange(4) < torch.tensor([[4], [2]])
 READY = [{**batch, "attention_mask": causal(batch)} for batch in padded()]
 # Gemma 3 takes one ready-made mask for each type of layer
@@ -250,6 +255,11 @@ UNKNOWN = {
         SourceAndTarget,
         {"data_loader": [{"src": SEQUENCES["x"], "tgt": SEQUENCES["x"], **TWO_MASKS}]},
         "src_key_padding_mask and tgt_key_padding_mask differ",
+    ),
+    "names of its own": (
+        lambda: OwnNames(16, 4, 1, 1, 32, batch_first=True),
+        {"data_loader": [{"src": SEQUENCES["x"], "tgt": SEQUENCES["x"], "src_padding_mask": ~MASK}]},
+        "src_padding_mask is of src or of tgt",
     ),
     "a mask of one of two": (
         SourceAndTarget,
