@@ -75,7 +75,7 @@ def count_processes(asked: bool | None) -> int:
     None: those of the default group, or this one where there is none; True: those of the group; False: this one alone.
     Raises ValueError for True without a group.
     """
-    if asked not in (None, True, False):
+    if not isinstance(asked, bool | None):
         raise ValueError(f"distributed={reprlib.repr(asked)[:300]}: must be True, False or None")
     ready = in_group()
     if asked and not ready:
@@ -129,7 +129,7 @@ class Processes:
     def all_gather(self, exchange: str, value: Any = None) -> list[Any]:
         """Wait for all processes -> the ``value`` of each, by rank.
 
-        Raises RankError if one failed, died, or is about to do something else than ``what``.
+        Raises RankError if one failed, died, or is about to do another ``exchange``.
         """
         if self.size == 1:
             return [value]

@@ -56,6 +56,7 @@ class ModelState:
                 value.clear()
                 (value.extend if isinstance(value, list) else value.update)(was)
         for buffers, before in self._buffers:
+            buffers.clear()
             buffers.update(before)
         for (get, put), before in zip(FLAGS, self._flags):
             if get() != before:

@@ -5,6 +5,7 @@ a whole: the inputs of the layers and the outputs of the blocks, to the bit. A m
 to the next, where nothing puts it back, is found out here. Its blocks are calibrated through whole runs.
 """
 
+import math
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -24,10 +25,13 @@ from modelopt_sparse.run import Run, Unreadable
 # what is compared -----------------------------------------------------------------------------------------------------
 
 Fingerprint = list[tuple]  # tells whether the tensors of two values are equal
+SIGNS = 8  # sums of numbers with random signs
+ROUNDING = 1e-4  # of a tensor's norm: what atomic operations may change, or two units in the last place if that is more
 
 
 def fingerprint_of(value: Any, *, exact: bool) -> Fingerprint:
-    """Dtype and shape of each tensor in ``value``, with a hash of its bits, or, unless ``exact``, with two sums."""
+    """Dtype and shape of each tensor in ``value``, with a hash of its bits, or, unless ``exact``, with its norm and
+    sums of its numbers with random signs."""
     prints = []
     for x in flat_tensors(value):
         x = dense_rows(x.detach())
@@ -35,10 +39,19 @@ def fingerprint_of(value: Any, *, exact: bool) -> Fingerprint:
             bits = x.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
             numbers: tuple = (hash(bits.tobytes()),)
         else:
-            wide = (torch.view_as_real(x) if x.is_complex() else x).double().nan_to_num()
-            numbers = (float(wide.abs().sum()), float(wide.square().sum()))
+            wide = (torch.view_as_real(x) if x.is_complex() else x).double().nan_to_num(1.0, 2.0, -2.0)
+            numbers = (float(wide.norm()), *_signed_sums(wide))
         prints.append((x.dtype, x.shape, numbers))
     return prints
+
+
+def _signed_sums(x: Tensor) -> list[float]:
+    """Sums of a tensor's numbers with random signs: of the differences of two tensors their mean square is about the
+    squared norm (Alon, Matias and Szegedy 1996)."""
+    rows = x.reshape(x.shape[:-1].numel(), x.shape[-1] if x.dim() else 1)
+    random = torch.Generator().manual_seed(0)
+    left, right = (1 - 2.0 * torch.randint(2, (SIGNS, size), generator=random) for size in rows.shape)
+    return ((left.to(rows) @ rows) * right.to(rows)).sum(1).tolist()
 
 
 def is_exact(run: Run) -> bool:
@@ -48,7 +61,7 @@ def is_exact(run: Run) -> bool:
 
 
 def same_fingerprint(first: Fingerprint, second: Fingerprint) -> bool:
-    """Whether two fingerprints are those of equal tensors; if they are sums of numbers, up to a few roundings."""
+    """Whether two fingerprints are those of equal tensors; if they are sums of numbers, up to roundings."""
     if [entry[:2] for entry in first] != [entry[:2] for entry in second]:
         return False
     for (dtype, _, numbers), (_, _, others) in zip(first, second):
@@ -56,8 +69,10 @@ def same_fingerprint(first: Fingerprint, second: Fingerprint) -> bool:
             if numbers != others:
                 return False
             continue
-        roundings = 8 * torch.finfo(dtype).eps if dtype.is_floating_point else 0
-        if any(abs(a - b) > roundings * abs(b) for a, b in zip(numbers, others)):
+        inexact = dtype.is_floating_point or dtype.is_complex
+        share = max(ROUNDING, 2 * torch.finfo(dtype).eps) if inexact else 0.0
+        distance = math.dist(numbers[1:], others[1:]) / math.sqrt(SIGNS)
+        if not max(distance, abs(numbers[0] - others[0])) <= share * others[0]:
             return False
     return True
 

@@ -619,7 +619,8 @@ def _tell(weight: MaskedParameter, mask: Tensor, holder: SparseModule, name: str
         return
     values = raw_data(weight)
     lost = torch.where(mask, 0, values)
-    rounding = torch.finfo(values.dtype).eps * values.abs().max()
+    whole = not (values.is_floating_point() or values.is_complex())
+    rounding = 0 if whole else torch.finfo(values.dtype).eps * values.abs().max()
     if count := int(((lost != 0) & ~(lost.abs() <= rounding)).sum()):
         holder.told = (*holder.told, name)
         loss = f"{count} values, up to {float(lost.abs().max()):.3g}, were written to pruned places of"

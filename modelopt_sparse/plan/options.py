@@ -350,7 +350,7 @@ def _device(value: Any) -> torch.device:
 
 # config ---------------------------------------------------------------------------------------------------------------
 
-DEFAULT_PATTERN = "2:4"
+DEFAULT_PATTERN = NM(2, 4)
 DATA_SET = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?(:[^:\s]*(:\S+)?)?")  # NAME[:CONFIG[:SPLIT]]
 FILES = (".txt", ".jsonl")
 STEP_TOKENS = 1024  # about as many are in a step of the optimizer
@@ -516,6 +516,9 @@ class SparsifyConfig:
 
     def __new__(cls, **options: Any) -> "SparsifyConfig":
         config = super().__new__(cls)
+        declared = fields(cls)
+        if len(options) == len(declared):  # from dataclasses.replace, which passes defaults too
+            options = {x.name: options[x.name] for x in declared if options[x.name] is not x.default}
         vars(config)["_passed"] = frozenset(options)
         return config
 
@@ -581,11 +584,7 @@ class SparsifyConfig:
 
     def explicit(self) -> dict[str, Any]:
         """The options that the user gave, with the method's own; ``quality`` may choose the others."""
-        passed = self._passed
-        if passed.issuperset(self.names()):  # from dataclasses.replace, which passes all options
-            default = SparsifyConfig()
-            passed = frozenset(name for name in passed if getattr(self, name) is not getattr(default, name))
-        return {name: getattr(self, name) for name in self.names() if name in passed} | dict(self.options)
+        return {name: getattr(self, name) for name in self.names() if name in self._passed} | dict(self.options)
 
     def windows_per_batch(self, windows: int, seq_len: int, device: torch.device) -> int:
         """Windows of text in a batch: ``batch_size``, or without one about 2,048 tokens on the CPU, and 8 windows on

@@ -420,7 +420,8 @@ def _few_tokens(solved: SolvedLayer, config: SparsifyConfig) -> list[str]:
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
     """Hold Ctrl-C back until the end, so that it never leaves a layer half written."""
-    if threading.current_thread() is not threading.main_thread():
+    here = threading.current_thread() is threading.main_thread()
+    if not here or signal.getsignal(signal.SIGINT) is None:  # a handler in C could not be put back
         yield
         return
     pressed: list[tuple] = []

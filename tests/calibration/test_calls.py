@@ -17,6 +17,7 @@ from transformers import DynamicCache, LlamaForCausalLM, WhisperConfig, WhisperF
 import modelopt_sparse as mts
 from modelopt_sparse.calibration import calls as calls_module
 from modelopt_sparse.calibration.answers import Needed, Unknown
+from modelopt_sparse.calibration.trial import fingerprint_of, same_fingerprint
 from tests.calibration.collecting import assert_calibrated, collected, thread_state
 from tests.helpers import tiny_llama, token_batches
 from tests.models.stacked import STACKED, Block, Stacked, vectors
@@ -107,6 +108,7 @@ class Setting(Stacked):
     def forward(self, x: Tensor) -> Tensor:
         before, scale, self.gain, self.scale = self.gain, self.scale, 2.0, self.scale * 0.5
         self.states.append(len(x))
+        self.register_buffer("late", x[:0])
         self.config.depth += 1
         set_flags(torch.float64, torch.float16)
         x = super().forward(x * self.gain * self.scale * self.config.depth * len(self.states))
@@ -114,12 +116,13 @@ class Setting(Stacked):
         self.config.depth -= 1
         self.gain, self.scale = before, scale
         self.states.clear()
+        del self.late
         return x
 
 
 def test_what_a_call_sets_around_its_blocks_is_put_back():
     model = assert_calibrated(Setting(), STACKED, vectors(), "block")
-    assert (model.gain, model.states, model.config.depth) == (1.0, [], 0)
+    assert (model.gain, model.states, model.config.depth, "late" in model._buffers) == (1.0, [], 0, False)
     assert (torch.get_default_dtype(), torch.get_autocast_dtype("cpu")) == (torch.float32, torch.bfloat16)
     assert torch.equal(model.scale, torch.ones(16))
     assert not any("whole model" in note for note in mts.report(model).notes)
@@ -362,6 +365,23 @@ def test_layers_inputs_are_compared_not_only_what_blocks_put_out():
     with pytest.warns(UserWarning, match="blocks that answer in the place of computing do not give the model's own"):
         found = collected(Probing(), STACKED, data_loader=vectors(), sequential="none", min_tokens=1)
     assert_stats(found, brute_force(Probing(), vectors(), STACKED))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.int64])
+def test_without_exact_bits_other_values_are_told_from_roundings(dtype: torch.dtype):
+    """As on devices where sums are added in any order."""
+    x = (torch.randn(3, 16, 24, dtype=torch.complex128 if dtype.is_complex else torch.float64) * 8).to(dtype)
+    rounding = 0 if dtype == torch.int64 else torch.finfo(dtype).eps
+    slightly = (x * (1 + rounding * torch.randn(x.shape).sign())).to(dtype)
+    changed = {
+        "sign": -x, "order": x.flip(1), "scale": (x * (1.25 if dtype == torch.int64 else 1.03)).to(dtype),
+        "a row": torch.cat([x[:1] * 2, x[1:]]), "shape": x.reshape(16, 3, 24),
+        "inf": x * torch.inf if rounding else x + 1,
+    }  # fmt: skip
+    prints = fingerprint_of((x, {"mask": x[0]}), exact=False)
+    assert same_fingerprint(fingerprint_of((slightly, {"mask": x[0]}), exact=False), prints)
+    for name, y in changed.items():
+        assert not same_fingerprint(fingerprint_of((y, {"mask": x[0]}), exact=False), prints), name
 
 
 GLOBAL = {"scale": 1.0}

@@ -137,6 +137,14 @@ def test_one_warning_for_each_weight_says_how_many_and_how_large():
     assert said.startswith(f"{int((~mask).sum())} values, up to 0.25, were written to pruned places of '0.weight'")
 
 
+def test_values_of_whole_numbers_are_told_too():
+    model, mask = nn.Linear(8, 8, bias=False), torch.rand(8, 8) > 0.5
+    model.codes = nn.Parameter(torch.ones(8, 8, dtype=torch.int8), requires_grad=False)
+    mts.set_mask(model, "codes", mask)
+    (told,) = warnings_of(lambda: (model.codes.data.fill_(3), model.codes))
+    assert told.startswith(f"{int((~mask).sum())} values, up to 3, were written to pruned places of 'codes'")
+
+
 @pytest.mark.parametrize("attached", [False, True])
 def test_momentum_that_is_older_than_the_mask_is_told_unless_attached(attached: bool):
     model = nn.Sequential(nn.Linear(8, 8))

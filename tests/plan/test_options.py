@@ -1,6 +1,7 @@
 """Every option is checked before any work, and the message says what is allowed and what to do."""
 
 import re
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
@@ -50,6 +51,13 @@ def test_a_config_built_by_hand_is_parsed_when_it_is_used():
     assert config.pattern == Unstructured(0.5)
     assert config.include == ("*up_proj",)
     assert config.options == {"damping": 0.1}
+
+
+def test_an_option_that_replace_passes_on_is_none_that_the_user_gave():
+    budget = replace(SparsifyConfig(), budget="30% zeros")
+    assert budget.choices == SparsifyConfig(budget="30% zeros").choices  # those of a pattern that nobody named
+    assert replace(SparsifyConfig(pattern="1:4"), budget="30% zeros").choices == (None, NM(1, 4))
+    assert make(replace(SparsifyConfig(permute=True), seed=3), quality="best").permute
 
 
 def test_the_mapping_of_the_caller_is_left_as_it_is():

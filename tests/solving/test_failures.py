@@ -337,6 +337,13 @@ def test_ctrl_c_while_a_layer_is_written_waits_until_it_is_whole(monkeypatch):
     assert_stopped_after(model, before, 3)
 
 
+def test_a_handler_that_python_did_not_install_is_left_alone(monkeypatch):
+    """Of one that C code has installed Python knows nothing, and cannot put it back."""
+    monkeypatch.setattr(signal, "getsignal", lambda number: None)
+    monkeypatch.setattr(signal, "signal", lambda *handler: pytest.fail("it was replaced"))
+    mts.sparsify(tiny_llama(), "magnitude")
+
+
 CTRL_C = """
 import signal, sys
 import modelopt_sparse.checkpoint.folder, modelopt_sparse.methods.scores as magnitude
