@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from modelopt_sparse.distributed import Processes
-from modelopt_sparse.model.devices import bytes_in_use, in_eval_mode, input_device, reoffload
+from modelopt_sparse.model.devices import buffers_kept, bytes_in_use, in_eval_mode, input_device, reoffload
 from modelopt_sparse.model.layers import Layer
 from modelopt_sparse.plan.options import SparsifyConfig
 from modelopt_sparse.plan.plan import Plan
@@ -125,7 +125,7 @@ def calibrating(model: nn.Module) -> Iterator[None]:
     inference mode, whose tensors no gradient reaches, is left, unless the model was made in one: it cannot be written
     to elsewhere."""
     inference = torch.inference_mode(any(parameter.is_inference() for parameter in model.parameters()))
-    with in_eval_mode(model), _caches_off(model), inference, torch.no_grad():
+    with in_eval_mode(model), buffers_kept(model), _caches_off(model), inference, torch.no_grad():
         try:
             yield
         except BaseException:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from modelopt_sparse.model.devices import flat_tensors, leaves_of, map_leaves, map_tensors, version
+from modelopt_sparse.model.devices import flat_tensors, leaves_of, map_leaves, map_tensors, parts_within, version
 
 # tensors that are not kept --------------------------------------------------------------------------------------------
 
@@ -126,9 +126,13 @@ class Answer:
     def of(
         cls, output: Any, before: "Arguments", args: tuple, kwargs: dict[str, Any], home: torch.device | None
     ) -> "Answer | None":
-        """Without values; None for sparse and nested tensors, which no answer holds. ``before``: the arguments before
-        the visit. ``home``: where the model will see the output, if not where it is."""
+        """Without values; None for what no answer holds: sparse and nested tensors, and tensors inside of objects of an
+        output. ``before``: the arguments before the visit. ``home``: where the model will see the output, if not where
+        it is."""
         if any(x.is_nested or x.layout != torch.strided for x in flat_tensors((output, args, kwargs))):
+            return None
+        objects = [leaf for leaf in leaves_of((output,)) if not isinstance(leaf, Tensor)]
+        if any(isinstance(part, Tensor) for _, part in parts_within(objects)):
             return None
         inputs, numbers = enumerate(zip(before.tensors, before.versions)), count()
         indices = {id(x): n for n, (x, was) in inputs if not x.is_inference() and version(x) == was}
@@ -142,6 +146,14 @@ class Answer:
             return Leaf(next(numbers), meta, home or x.device, indices.get(id(x)))
 
         return cls(*map_tensors(leaf, (output, written)))
+
+    @property
+    def kind(self) -> list[Any] | None:
+        """All of the output but the values of its tensors; None if it holds numbers, which may depend on values."""
+        leaves = leaves_of((self.output, self.written))
+        if any(isinstance(x, (bool, int, float)) for x in leaves):
+            return None
+        return [(x.meta.shape, x.meta.dtype, x.same) if isinstance(x, Leaf) else type(x) for x in leaves]
 
     def tensors(self, output: Any, args: tuple, kwargs: dict[str, Any]) -> list[Tensor]:
         """The tensors of the visit that this answer was made of, in the order of their numbers."""

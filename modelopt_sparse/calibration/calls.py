@@ -128,15 +128,16 @@ class Calls:
 
     stack_of: block -> its stack. outside: blocks that were called outside of a call of the model.
     seen: gets each visit of a block.
-    shapes: (block, signature of its arguments) -> its output without values, of all visits that have run.
+    shapes: (block, signature of its arguments) -> its output without values, of all visits that have run; None where
+      values decide what it puts out.
     """
 
-    def __init__(self, data: CalibrationData, shapes: dict[Any, Answer] | None = None) -> None:
+    def __init__(self, data: CalibrationData, shapes: dict[Any, Answer | None] | None = None) -> None:
         self.data, self.run = data, data.run
         self.stack_of = {block: stack for stack in self.run.plan.stacks for block in stack.blocks}
         self.outside: set[nn.Module] = set()
         self.seen: Seen | None = None
-        self.shapes = {} if shapes is None else shapes
+        self.shapes: dict[Any, Answer | None] = {} if shapes is None else shapes
         modules = [*self.run.model.modules()]
         self._state = partial(ModelState, modules, objects_of(modules))
         self._attempt: Attempt | None = None
@@ -291,8 +292,13 @@ class Calls:
         attempt.begun |= block is attempt.wanted
         output = self._forward(attempt, block, forward, args, kwargs)
         answer = Answer.of(output, before, args, kwargs, self._home.get(block))
+        dense_wanted = self.run.config.sequential == "none" or self.run.config.reconstruct is not None
+        if answer is None and block in attempt.finished and dense_wanted:
+            raise RuntimeError(f"what a {type(block).__name__} puts out cannot be kept: nested, sparse, or in an object")
         if answer is not None:
-            self.shapes[key] = answer
+            known = self.shapes.setdefault(key, answer)
+            if known is None or answer.kind is None or answer.kind != known.kind:
+                self.shapes[key] = attempt.call.needed = None
             if index == len(attempt.call.answers) and block in attempt.finished:
                 self._keep(attempt, answer, answer.tensors(output, args, kwargs))
         if attempt.last is not None and attempt.call.way[index : index + 1] != (block,):

@@ -8,7 +8,7 @@ from it, each with its layers.
 import hashlib
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from fractions import Fraction
@@ -24,6 +24,7 @@ from modelopt_sparse.calibration.answers import random_states, shared_states
 from modelopt_sparse.calibration.calls import AtBlock, Calls, Inputs, Order, WalkedCall, WholeModel
 from modelopt_sparse.calibration.data import Call, digest_of
 from modelopt_sparse.calibration.forward import CalibrationData, NumberedCall, forward_context, input_hooks, input_key
+from modelopt_sparse.calibration.state import settings_of
 from modelopt_sparse.calibration.trial import (
     CHANGES,
     Problem,
@@ -37,7 +38,7 @@ from modelopt_sparse.calibration.trial import (
     warn_of_whole_runs,
 )
 from modelopt_sparse.checks import grouped
-from modelopt_sparse.model.devices import flat_tensors, map_tensors
+from modelopt_sparse.model.devices import flat_tensors, map_batch, map_tensors
 from modelopt_sparse.model.experts import RoutedAdapter, experts_of
 from modelopt_sparse.model.find import Stack
 from modelopt_sparse.model.layers import IN_PROJ, Layer, TokenMasks
@@ -318,9 +319,10 @@ def _run_calls(dense: DenseRun, calls: Sequence[Call]) -> list[Tried]:
         _run_some(dense, [call for call in dense.calls if all(call is not chosen_call for chosen_call in chosen)])
     beside = [call for call in dense.calls if all(call is not chosen_call for chosen_call in chosen)][:1]
     if run.storage.resident:
-        return [_tried(dense, call.numbered) for call in (*chosen[:MAX_KINDS], *beside)]
-    # each run of the model reads all weights
-    return [*truth[:MAX_KINDS], *(Tried(WalkedCall(call.numbered), None) for call in beside)]
+        tried = [_tried(dense, call.numbered) for call in (*chosen[:MAX_KINDS], *beside)]
+    else:  # each run of the model reads all weights
+        tried = [*truth[:MAX_KINDS], *(Tried(WalkedCall(call.numbered), None) for call in beside)]
+    return tried + _beside(dense, tried)
 
 
 def _one_of_each_kind(calls: Sequence[WalkedCall]) -> list[WalkedCall]:
@@ -342,6 +344,21 @@ def _tried(dense: DenseRun, numbered: NumberedCall) -> Tried:
     except ValueError:
         (tried,) = truth_of(dense.again, [numbered])
     return tried
+
+
+def _beside(dense: DenseRun, tried: Sequence[Tried]) -> list[Tried]:
+    """Another call to go beside an only one, whose rows are in another order, or whose columns where it has one row: by
+    itself a call would not show that it takes over something of the call before. None if the model does not take it."""
+    if len(tried) != 1:
+        return []
+    numbered = tried[0].call.numbered
+    args, kwargs = map_batch(
+        lambda x: x.roll(1, 0 if len(x) > 1 else -1) if x.dim() else x, (numbered.call.args, numbered.call.kwargs)
+    )
+    rolled = replace(numbered, call=replace(numbered.call, args=args, kwargs=kwargs))
+    with suppress(ValueError):
+        return truth_of(dense.again, [rolled])
+    return []
 
 
 def _run_some(dense: DenseRun, chosen: Sequence[WalkedCall]) -> list[Tried]:
@@ -368,7 +385,7 @@ def _run_some(dense: DenseRun, chosen: Sequence[WalkedCall]) -> list[Tried]:
 def _run_loop(dense: DenseRun) -> list[Tried]:
     """A forward_loop runs once, to its end. What it calls the model with is kept -> calls that are tried."""
     data, run, again = dense.data, dense.data.run, dense.again
-    watch, kinds, tried = Watch(run), list[Any](), list[Tried]()
+    watch, kinds, tried, modules = Watch(run), list[Any](), list[Tried](), [*run.model.modules()]
 
     def take_runs() -> None:
         """Of the calls before, with what layers behind the last block have seen."""
@@ -382,7 +399,7 @@ def _run_loop(dense: DenseRun) -> list[Tried]:
         call = Call(*map_tensors(lambda x: x.detach().clone(), (args, dict(kwargs))))
         random = random if earlier is None else shared_states(random, earlier)
         recorded = NumberedCall(numbered.number, call, numbered.masks, random)
-        kind = kind_of(recorded)
+        kind = kind_of(recorded), settings_of(modules)  # the loop may change these in between
         watch.on = len(kinds) <= MAX_KINDS and (kind not in kinds or len(kinds) == len(dense.calls) == 1)
         kinds.extend([kind] * watch.on)
         dense.calls.append(WalkedCall(recorded))
@@ -403,7 +420,7 @@ def _run_loop(dense: DenseRun) -> list[Tried]:
             "forward_loop called no layer; it must run model(...), or parts of it, on the calibration data"
         )
     take_runs()
-    return tried
+    return tried + _beside(dense, tried)
 
 
 def _agree(dense: DenseRun) -> None:

@@ -324,7 +324,8 @@ def input_hooks(
 def input_key(layer: Layer, inputs: tuple[Tensor, ...]) -> tuple:
     """A key that two layers' inputs have in common while both are alive: the same objects, with nothing written to them
     in between, that meet the weights in the same way."""
-    return (*((id(x), version(x)) for x in inputs), layer.adapter.signature(layer.owner))
+    uncounted = layer.name if any(x.is_inference() for x in inputs) else None  # writes to such tensors
+    return (*((id(x), version(x)) for x in inputs), layer.adapter.signature(layer.owner), uncounted)
 
 
 def record_outputs(

@@ -63,6 +63,17 @@ class ModelState:
                 put(before)
 
 
+def settings_of(modules: Sequence[nn.Module]) -> list[Any]:
+    """What a call depends on beside its arguments and tensors, as far as it is plain: torch's flags, and each module's
+    modes, attributes that are numbers or text, and number of hooks."""
+
+    def plain(attrs: Mapping[str, Any]) -> list[Any]:
+        values = [(key, value) for key, value in attrs.items() if isinstance(value, (bool, int, float, str))]
+        return [*values, len(attrs["_forward_hooks"]), len(attrs["_forward_pre_hooks"])]
+
+    return [[get() for get, _ in FLAGS], [plain(vars(module)) for module in modules]]
+
+
 def objects_of(modules: Sequence[nn.Module]) -> list[Any]:
     """Attributes of modules that have attributes themselves, each once: no modules, tensors, classes and functions."""
     attrs = [(key, value) for module in modules for key, value in vars(module).items()]

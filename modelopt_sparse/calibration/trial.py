@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from modelopt_sparse.calibration.calls import AtBlock, Attempt, Calls, WalkedCall
 from modelopt_sparse.calibration.data import Call
 from modelopt_sparse.calibration.forward import NumberedCall, PaddingError, forward_context
-from modelopt_sparse.model.devices import dense_rows, flat_tensors, map_batch, parts_within, version
+from modelopt_sparse.model.devices import buffers_kept, dense_rows, flat_tensors, map_batch, parts_within
 from modelopt_sparse.model.find import Stack
 from modelopt_sparse.run import Run, Unreadable
 
@@ -191,29 +191,24 @@ def rehearse(walk: AtBlock, tried: Sequence[Tried], watch: Watch) -> Problem | N
     calls, run = walk.again, walk.run
     truth = {id(trial.call.numbered): trial.truth for trial in tried}
     stack = calls.stack_of[walk.order.blocks[0]]
-    buffers = [(x, version(x), x.detach().clone()) for x in run.model.buffers() if x.dtype != torch.bool]
     try:
-        for block in walk.order.blocks:
-            stack = calls.stack_of[block]
-            run.storage.load(block)  # before it moves to the execution device
-            at_block = walk.at(block)
-            with at_block.on_device(), watch.watching(calls):
-                for _ in range(2 if block is walk.order.blocks[-1] else 1):
-                    at_block.collect()
-                at_block.advance()
-            for attempt, visits in watch.take():
-                expected = truth[id(attempt.call.numbered)]
-                if expected is not None and not _alike(visits, expected):
-                    return stack, OTHER_OUTPUT
+        with buffers_kept(run.model):
+            for block in walk.order.blocks:
+                stack = calls.stack_of[block]
+                run.storage.load(block)  # before it moves to the execution device
+                at_block = walk.at(block)
+                with at_block.on_device(), watch.watching(calls):
+                    for _ in range(2 if block is walk.order.blocks[-1] else 1):
+                        at_block.collect()
+                    at_block.advance()
+                for attempt, visits in watch.take():
+                    expected = truth[id(attempt.call.numbered)]
+                    if expected is not None and not _alike(visits, expected):
+                        return stack, OTHER_OUTPUT
     except (PaddingError, Unreadable):
         raise
     except (ValueError, RuntimeError) as error:  # the model's own are `errors_name_batch`'s
         return stack, f"calls cannot be run again ({error.__cause__ or error})"
-    finally:
-        with torch.no_grad():
-            for x, was, values in buffers:
-                if version(x) != was:
-                    x.copy_(values)
     return None
 
 

@@ -151,6 +151,19 @@ def parts_within(value: Any, seen: dict[int, Any] | None = None) -> Iterator[tup
         yield from parts_within(part, seen)
 
 
+@contextmanager
+def buffers_kept(model: nn.Module) -> Iterator[None]:
+    """Afterwards buffers hold what they held before, whatever forwards have written to them. Masks are left alone."""
+    before = [(x, version(x), x.detach().clone()) for x in model.buffers() if x.dtype != torch.bool and not x.is_meta]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for x, was, values in before:
+                if version(x) != was:
+                    x.copy_(values)
+
+
 def count_nonzero(x: Tensor) -> int:
     """How many values are not zero, counted piece by piece: on a GPU torch's own count holds eight bytes for each."""
     return sum(int(piece.count_nonzero()) for piece in x.reshape(-1).split(2**22))

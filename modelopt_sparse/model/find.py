@@ -161,6 +161,9 @@ def _classify(
     """The adapter of a parameter, or the reason why it is not prunable."""
     if parameter_of(module, param).is_complex():
         return "complex weights: methods prune real ones"
+    attention = module if isinstance(module, nn.MultiheadAttention) else attention_out.get(module)
+    if attention is not None and dense_class(attention).forward is not nn.MultiheadAttention.forward:
+        return f"{dense_class(attention).__name__} has a forward of its own, which may do something else with it"
     if isinstance(module, nn.MultiheadAttention):
         if param == "in_proj_weight":
             return IN_PROJ

@@ -174,6 +174,17 @@ class _SeparateProjAdapter(Adapter):
         return (_query_key_value(args, kwargs)[self.position],)
 
 
+class _WithoutHooks(nn.Module):
+    """Calls a module's forward without its hooks."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.forward(*args, **kwargs)
+
+
 class _OutProjAdapter(Adapter):
     """nn.MultiheadAttention's out_proj: a Linear whose weight the attention reads without calling it.
 
@@ -183,12 +194,13 @@ class _OutProjAdapter(Adapter):
 
     def inputs(self, module: Any, args, kwargs):
         weight, bias = module.out_proj.weight, module.out_proj.bias
-        replaced = {"out_proj.weight": torch.eye(module.embed_dim, dtype=weight.dtype, device=weight.device)}
+        replaced = {"module.out_proj.weight": torch.eye(module.embed_dim, dtype=weight.dtype, device=weight.device)}
         if bias is not None:
-            replaced["out_proj.bias"] = torch.zeros_like(bias)
+            replaced["module.out_proj.bias"] = torch.zeros_like(bias)
         for name, mask in module.out_proj.named_buffers():
-            replaced[f"out_proj.{name}"] = torch.ones_like(mask)
-        return (torch.func.functional_call(module, replaced, args, kwargs)[0],)
+            replaced[f"module.out_proj.{name}"] = torch.ones_like(mask)
+        # its own hooks have run: the arguments are as they left them
+        return (torch.func.functional_call(_WithoutHooks(module), replaced, args, kwargs)[0],)
 
 
 class RowAdapter(Adapter):

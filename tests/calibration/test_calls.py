@@ -5,7 +5,8 @@ import inspect
 import re
 import traceback
 import weakref
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from types import SimpleNamespace
 
@@ -403,6 +404,167 @@ def test_what_nothing_can_put_back_is_an_error():
             mts.sparsify(Flagging(), "wanda", data_loader=vectors(), **OPTIONS)
     finally:
         GLOBAL["scale"] = 1.0
+
+
+# what values decide, and what a call leaves to the next one -----------------------------------------------------------
+
+
+class Deciding(Stacked):
+    """Each block also says something that depends on values: whether to go on, as a number or in an object, or by how
+    many rows it drops."""
+
+    def __init__(self, says: str) -> None:
+        super().__init__()
+        self.says = says
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x, over = block(x)
+            if len(x) < 4 or bool(over.any if isinstance(over, SimpleNamespace) else over):
+                break
+        return self.head(x)
+
+    class Saying(Block):
+        def __init__(self, says: str) -> None:
+            super().__init__()
+            self.says = says
+
+        def forward(self, x: Tensor) -> tuple[Tensor, object]:
+            y = super().forward(x)
+            over = y.mean() > 0.3
+            if self.says == "rows":
+                return y[y[:, 0] < y[:, 0].mean()] if over else y, None
+            return y, {"bool": bool(over), "float": float(over), "object": SimpleNamespace(any=over)}[self.says]
+
+
+def deciding(says: str) -> tuple[nn.Module, list[Tensor]]:
+    """A model, and a batch that goes another way than the others."""
+    model = Deciding(says)
+    model.blocks = nn.ModuleList([Deciding.Saying(says) for _ in range(3)])
+    torch.manual_seed(0)
+    likely, unlikely = torch.randn(6, 16) + 4 * model.stem.weight.sum(0).sign(), torch.randn(6, 16)
+    return model, [likely, unlikely, unlikely + 0.1, unlikely[:4]]
+
+
+@pytest.mark.parametrize("sequential", ["block", "none"])
+@pytest.mark.parametrize("says", ["bool", "float", "object"])
+def test_what_one_calls_values_decide_holds_for_no_other(says: str, sequential: str):
+    model, batches = deciding(says)
+    unkept = pytest.warns(UserWarning, match="what a Saying puts out cannot be kept: nested, sparse, or in an object")
+    with unkept if (says, sequential) == ("object", "none") else nullcontext():
+        assert_calibrated(model, STACKED, batches, sequential)
+
+
+@pytest.mark.parametrize("sequential", ["block", "none"])
+def test_a_call_whose_values_change_shapes_that_decide_is_an_error_that_names_it(sequential: str):
+    model, batches = deciding("rows")
+    with pytest.raises(ValueError, match="calibration batch 1 comes back to block 'blocks.1', which is sparse by now"):
+        mts.sparsify(model, "wanda", data_loader=batches, sequential=sequential, **OPTIONS)
+
+
+def test_no_block_is_tuned_towards_what_cannot_be_kept():
+    model, batches = deciding("object")
+    with pytest.warns(UserWarning, match=r"cannot be kept.*its blocks are not reconstructed"):
+        mts.sparsify(model, "wanda", data_loader=batches, reconstruct=1, **OPTIONS)
+    assert not mts.report(model).blocks
+
+
+class Sharing(Stacked):
+    """The first block's values are read by all later ones."""
+
+    class Block(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.shared = True, dict[str, Tensor]()
+
+        def forward(self, x: Tensor) -> Tensor:
+            value = self.up(x)
+            if self.first:
+                self.shared["value"] = value
+            return x + self.down((value + self.shared["value"]).relu())
+
+    def __init__(self) -> None:
+        super().__init__(block=self.Block)
+        for place, block in enumerate(self.blocks):
+            block.first, block.shared = place == 0, self.blocks[0].shared
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("looped", [False, True])
+def test_one_call_alone_shows_what_it_takes_over_from_the_call_before(rows: int, looped: bool):
+    (x,) = (batch[:rows] for batch in vectors(1))
+    data = {"forward_loop": lambda model: model(x)} if looped else {"data_loader": [x]}
+    with pytest.warns(UserWarning, match="do not give the model's own output"):
+        assert_calibrated(Sharing(), STACKED, [x], "block", **{"data_loader": None, **data})
+
+
+@contextmanager
+def switched(model: nn.Module) -> Iterator[None]:
+    model.gain = 3.0
+    yield
+    model.gain = 1.0
+
+
+SETTINGS = {
+    "an attribute": switched,
+    "a hook": lambda model: model.stem.register_forward_hook(lambda module, args, output: output * 3),
+    "autocast": lambda model: torch.autocast("cpu", torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_what_a_loop_changes_between_its_calls_counts(kind):
+    def loop(model: nn.Module) -> None:
+        for _ in range(2):
+            model(vectors()[0])
+        with SETTINGS[kind](model):
+            model(vectors()[0])
+
+    class Gaining(Stacked):
+        gain = 1.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x * self.gain)
+
+    expected = brute_force(Gaining(), [None], STACKED, call=lambda model, _: loop(model))
+    with pytest.warns(UserWarning, match="calibrated through the whole model"):
+        found = collected(Gaining(), STACKED, forward_loop=loop, sequential="none", min_tokens=1)
+    assert_stats({name: found[name] for name in expected.grams}, expected)
+
+
+def test_layers_with_one_input_that_is_written_to_in_between_are_told_apart_in_inference_mode():
+    class Writing(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.up(x)
+            x.relu_()
+            return x + self.down(y) + self.beside(x)[:, :16]
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.beside = nn.Linear(16, 32)
+
+    class Inferring(Stacked):
+        @torch.inference_mode()
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x)
+
+    assert_calibrated(Inferring(block=Writing), STACKED, vectors(), "block")
+
+
+def test_buffers_that_a_forward_writes_to_are_as_they_were():
+    class Counting(Stacked):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("count", torch.zeros((), dtype=torch.long))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.count += 1
+            return super().forward(x)
+
+    model = Counting()
+    mts.sparsify(model, "wanda", data_loader=vectors(), **OPTIONS)
+    assert model.count == 0
 
 
 # loops that call parts of a model -------------------------------------------------------------------------------------

@@ -283,6 +283,29 @@ def test_attention_called_with_need_weights_by_position_is_seen():
     torch.testing.assert_close(product(layer, seen[0]) + module.out_proj.bias, module(x, x, x)[0].flatten(0, 1))
 
 
+def test_a_hook_of_the_users_on_an_attention_runs_once():
+    module, x = nn.MultiheadAttention(8, 2, batch_first=True).eval(), torch.randn(2, 5, 8)
+    before = rows_of(layer_named(module, "out_proj"), x, x, x)
+    module.register_forward_pre_hook(lambda module, args: tuple(2 * x for x in args))
+    module.register_forward_hook(lambda module, args, output: (output[0] * 2, output[1]))
+    torch.testing.assert_close(rows_of(layer_named(module, "out_proj"), x, x, x), before)
+
+
+def test_an_attention_whose_forward_is_its_own_stays_dense():
+    class Residual(nn.MultiheadAttention):
+        def forward(self, x):
+            return x + super().forward(x, x, x)[0]
+
+    class Alike(nn.MultiheadAttention):
+        pass
+
+    assert {layer.name for layer in find_layers(nn.Sequential(Alike(8, 2)))[0]} == {"0.in_proj_weight", "0.out_proj"}
+    layers, others = find_layers(nn.Sequential(Residual(8, 2)))
+    assert not layers
+    assert {dense.name for dense in others} == {"0.in_proj_weight", "0.out_proj"}
+    assert all("Residual has a forward of its own" in dense.reason for dense in others)
+
+
 def test_the_attention_is_as_it_was_after_its_inputs_were_seen():
     module, x = nn.MultiheadAttention(8, 2), torch.randn(5, 2, 8)
     before = {name: value.clone() for name, value in module.state_dict().items()}
@@ -344,7 +367,6 @@ def test_every_weight_matrix_is_listed_once_with_its_name_or_with_a_reason():
         (nn.Linear, (6, 4), {"weight": (4, 6)}),
         (nn.Conv2d, (2, 4, 3), {"weight": (4, 18)}),
         (Conv1D, (4, 6), {"weight": (4, 6)}),
-        (nn.MultiheadAttention, (8, 2), {"in_proj_weight": (3, 8, 8), "out_proj": (8, 8)}),
     ],
 )
 def test_subclasses_are_layers_of_their_base_type(base, sizes, shapes):
