@@ -451,7 +451,9 @@ def deciding(says: str) -> tuple[nn.Module, list[Tensor]]:
 @pytest.mark.parametrize("says", ["bool", "float", "object"])
 def test_what_one_calls_values_decide_holds_for_no_other(says: str, sequential: str):
     model, batches = deciding(says)
-    unkept = pytest.warns(UserWarning, match="what a Saying puts out cannot be kept: nested, sparse, or in an object")
+    unkept = pytest.warns(
+        UserWarning, match="the output of a Saying cannot be kept: it is nested, sparse, or in an object"
+    )
     with unkept if (says, sequential) == ("object", "none") else nullcontext():
         assert_calibrated(model, STACKED, batches, sequential)
 
@@ -459,7 +461,7 @@ def test_what_one_calls_values_decide_holds_for_no_other(says: str, sequential: 
 @pytest.mark.parametrize("sequential", ["block", "none"])
 def test_a_call_whose_values_change_shapes_that_decide_is_an_error_that_names_it(sequential: str):
     model, batches = deciding("rows")
-    with pytest.raises(ValueError, match="calibration batch 1 comes back to block 'blocks.1', which is sparse by now"):
+    with pytest.raises(ValueError, match=r"calibration batch 1 comes back to block 'blocks.1', which is sparse by now"):
         mts.sparsify(model, "wanda", data_loader=batches, sequential=sequential, **OPTIONS)
 
 
