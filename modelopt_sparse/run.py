@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -138,6 +138,7 @@ def _caches_off(model: nn.Module) -> Iterator[None]:
 
 
 EVERY = 60.0  # seconds between two lines
+LINE = "{desc}: {unit} {n_fmt} of {total_fmt}, {elapsed} gone, {remaining} left{postfix}"
 
 
 class Progress:
@@ -153,9 +154,9 @@ class Progress:
         shown = show if show is not None else in_notebook or sys.stderr.isatty()
         self._bar = tqdm(desc=title, unit=unit, total=total, disable=not shown)
         self._writes_lines = show is None and not shown
-        self._title, self._unit, self._said = title, unit, ""
+        self._line = partial(tqdm.format_meter, total=total, prefix=title, unit=unit, bar_format=LINE)
         self._began = self._last_line = time.monotonic()
-        self.count, self.total = 0, total
+        self._count, self._said = 0, ""
 
     def __enter__(self) -> "Progress":
         return self
@@ -170,20 +171,13 @@ class Progress:
 
     def update(self, count: int = 1) -> None:
         """Count further ones as done."""
-        self.count += count
+        self._count += count
         self._bar.update(count)
         now = time.monotonic()
         if self._writes_lines and now - self._last_line >= EVERY:
             self._last_line = now
-            sys.stderr.write(self.line(now - self._began) + "\n")
+            sys.stderr.write(self._line(self._count, elapsed=now - self._began, postfix=self._said) + "\n")
             sys.stderr.flush()
-
-    def line(self, seconds: float) -> str:
-        """Title, count, time and words in one line. ``seconds``: since the beginning."""
-        parts = [f"{self._title}: {self._unit} {self.count} of {self.total}, {tqdm.format_interval(seconds)} gone"]
-        if 0 < self.count <= self.total:
-            parts.append(f"{tqdm.format_interval(seconds / self.count * (self.total - self.count))} left")
-        return ", ".join([*parts, *filter(None, [self._said])])
 
 
 # the run --------------------------------------------------------------------------------------------------------------
