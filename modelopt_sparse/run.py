@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -44,12 +44,18 @@ def refuse_unusable(layer: Layer) -> None:
 
 
 class Storage(ABC):
-    """Holds the blocks of a model. ``resident``: all at once, so that the whole model can be called at any time.
-    ``spills``: activations are held on disk. ``reused``: how many blocks so far are those of a run that was stopped."""
+    """Holds the blocks of a model.
+
+    resident: all at once, so that the whole model can be called at any time.
+    reused: how many blocks so far are those of a run that was stopped.
+    choice: what the run that this one goes on from has saved as its choice; None if there is none.
+    block_names: the names that blocks are written under, by their own; a block without one is not written.
+    """
 
     resident = True
-    spills = False
     reused = 0
+    choice: dict[str, Any] | None = None
+    block_names: Mapping[str, str]
 
     @abstractmethod
     def open(self, block: nn.Module | None, report: Report) -> AbstractContextManager[Callable[[], None] | None]:
@@ -66,25 +72,14 @@ class Storage(ABC):
         """While entered, `load` alone makes weights readable, and not every call of a block."""
 
     @abstractmethod
-    def hold_activations(self, x: Tensor) -> Tensor:
-        """Move activations to where they are held from one block to the next; the values are the same."""
-
-    @abstractmethod
-    def hold_weights(self, x: Tensor) -> Tensor:
-        """Move a solution that is only tried to where such are held; the values are the same."""
-
-    @abstractmethod
-    def load_choice(self) -> dict[str, Any] | None:
-        """The choice that the run which this one goes on from has saved; None if there is none."""
+    def hold(self, x: Tensor, *, weights: bool = False) -> Tensor:
+        """Move activations to where they are held from one block to the next, or ``weights`` that are only tried to
+        where such are held; the values are the same."""
 
     @abstractmethod
     def save_choice(self, choice: dict[str, Any]) -> None:
         """Keep what layers become under a budget, or what stays of a model that shrinks, for a run that goes on from
         this one."""
-
-    @abstractmethod
-    def rename_blocks(self, names: Mapping[str, str]) -> None:
-        """Set the names that blocks are written under, by their own; a block without one is not written."""
 
 
 class InMemory(Storage):
@@ -100,20 +95,12 @@ class InMemory(Storage):
     def on_request(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def hold_activations(self, x: Tensor) -> Tensor:
+    def hold(self, x: Tensor, *, weights: bool = False) -> Tensor:
+        del weights
         return x
-
-    def hold_weights(self, x: Tensor) -> Tensor:
-        return x
-
-    def load_choice(self) -> dict[str, Any] | None:
-        return None
 
     def save_choice(self, choice: dict[str, Any]) -> None:
         del choice
-
-    def rename_blocks(self, names: Mapping[str, str]) -> None:
-        del names
 
 
 # modes ----------------------------------------------------------------------------------------------------------------
@@ -151,6 +138,7 @@ def _caches_off(model: nn.Module) -> Iterator[None]:
 
 
 EVERY = 60.0  # seconds between two lines
+LINE = "{desc}: {unit} {n_fmt} of {total_fmt}, {elapsed} gone, {remaining} left{postfix}"
 
 
 class Progress:
@@ -166,9 +154,9 @@ class Progress:
         shown = show if show is not None else in_notebook or sys.stderr.isatty()
         self._bar = tqdm(desc=title, unit=unit, total=total, disable=not shown)
         self._writes_lines = show is None and not shown
-        self._title, self._unit, self._said = title, unit, ""
+        self._line = partial(tqdm.format_meter, total=total, prefix=title, unit=unit, bar_format=LINE)
         self._began = self._last_line = time.monotonic()
-        self.count, self.total = 0, total
+        self._count, self._said = 0, ""
 
     def __enter__(self) -> "Progress":
         return self
@@ -183,20 +171,13 @@ class Progress:
 
     def update(self, count: int = 1) -> None:
         """Count further ones as done."""
-        self.count += count
+        self._count += count
         self._bar.update(count)
         now = time.monotonic()
         if self._writes_lines and now - self._last_line >= EVERY:
             self._last_line = now
-            sys.stderr.write(self.line(now - self._began) + "\n")
+            sys.stderr.write(self._line(self._count, elapsed=now - self._began, postfix=self._said) + "\n")
             sys.stderr.flush()
-
-    def line(self, seconds: float) -> str:
-        """Title, count, time and words in one line. ``seconds``: since the beginning."""
-        parts = [f"{self._title}: {self._unit} {self.count} of {self.total}, {tqdm.format_interval(seconds)} gone"]
-        if 0 < self.count <= self.total:
-            parts.append(f"{tqdm.format_interval(seconds / self.count * (self.total - self.count))} left")
-        return ", ".join([*parts, *filter(None, [self._said])])
 
 
 # the run --------------------------------------------------------------------------------------------------------------

@@ -159,7 +159,7 @@ def test_only_one_file_imports(package, owner):
 
 def test_third_party_imports_are_declared():
     declared = {"torch", "transformers", "accelerate", "safetensors", "tqdm", "psutil", "numpy", "yaml"}
-    declared |= {"typer", "lazy_loader"}
+    declared |= {"typer", "lazy_loader", "jinja2"}
     declared |= {"triton"}  # torch brings it along where it is used
     declared |= {"plotly", "datasets"}  # of extras
     used = {name.partition(".")[0] for path in SOURCES for name in imports(path)}

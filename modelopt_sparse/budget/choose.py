@@ -39,7 +39,7 @@ def budgeted(data: CalibrationData) -> CalibrationData:
     optional budget leaves the plan as it is.
     """
     run, began = data.run, time.perf_counter()
-    decision = run.storage.load_choice()
+    decision = run.storage.choice
     if decision is None:
         try:
             data, decision = decided(data)

@@ -128,7 +128,7 @@ def divergences(data: CalibrationData, plans: Sequence[Chosen]) -> list[float]:
     for layer_plan, _, weight in solutions(data, wanted):
         layer = layer_plan.layer
         held = layer.unmatrix(weight).to(layer.values.device, layer.values.dtype)
-        weights[layer.name, layer_plan.pattern] = run.storage.hold_weights(held)
+        weights[layer.name, layer_plan.pattern] = run.storage.hold(held, weights=True)
     batches = BatchNumbers.of_calls(data)
 
     @cache

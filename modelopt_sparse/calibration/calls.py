@@ -375,7 +375,7 @@ def _with_gradients(*_: Any) -> None:
 
 def copied(x: Tensor, run: Run) -> Tensor:
     """A copy of ``x`` where activations are held."""
-    held = run.storage.hold_activations(x)
+    held = run.storage.hold(x)
     return held.clone() if held.data_ptr() == x.data_ptr() else held
 
 

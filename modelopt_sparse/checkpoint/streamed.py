@@ -228,7 +228,7 @@ class Streamed(Storage):
     ) -> None:
         self.model, self.names, self._places = model, names, places
         self._packed = packed
-        self._work, self._files, self.spills = work, files, spill
+        self._work, self._files, self._spill = work, files, spill
         self._blocks = [model.get_submodule(name) for name in names]
         self._home = {module: block for block in self._blocks for module in block.modules()}
         self._own = dict(zip(self._blocks, parameters_by_block(model, names).values()))
@@ -237,8 +237,7 @@ class Streamed(Storage):
         self._passing: nn.Module | None = None
         self._handles: list[Any] = []
         self._on_request = False
-        self.reused = 0
-        self.written = dict(enumerate(names))  # index of a block -> its name in the target
+        self.choice, self.block_names = work.budget, {name: name for name in names}
         owned = self._owned()
         for name, parameter in model.named_parameters():  # those that a block shares, or that lie outside, stay
             if name in places and parameter not in owned:
@@ -303,21 +302,12 @@ class Streamed(Storage):
             self._open = None
             self._drop(block)
 
-    def hold_activations(self, x: Tensor) -> Tensor:
-        return spilled(x, self._work.path / "writing") if self.spills else x
-
-    def hold_weights(self, x: Tensor) -> Tensor:
-        return spilled(x, self._work.path / "writing")
-
-    def load_choice(self) -> dict[str, Any] | None:
-        return self._work.budget
+    def hold(self, x: Tensor, *, weights: bool = False) -> Tensor:
+        return spilled(x, self._work.path / "writing") if self._spill or weights else x
 
     def save_choice(self, choice: dict[str, Any]) -> None:
         if self._work.leads:
             self._work.write_json(BUDGET, choice)
-
-    def rename_blocks(self, names: Mapping[str, str]) -> None:
-        self.written = {index: names[name] for index, name in enumerate(self.names) if name in names}
 
     # reading ----------------------------------------------------------------------------------------------------------
 
@@ -366,6 +356,11 @@ class Streamed(Storage):
         give_back_freed_memory()
 
     # writing ----------------------------------------------------------------------------------------------------------
+
+    @property
+    def written(self) -> dict[int, str]:
+        """Index of a block -> its name in the target."""
+        return {index: self.block_names[name] for index, name in enumerate(self.names) if name in self.block_names}
 
     def _shard(self, index: int) -> str:
         return self.shard_name(list(self.written).index(index) + 2)

@@ -1,8 +1,8 @@
 """The HTML report: one file with text, plots and tables, which needs no network.
 
 Short texts stand in the page. Plots, rows of tables and plotly's script are packed (JSON, gzip, base64), so that 20,000
-rows and the script are about 2 MB; `page.js` unpacks and draws them. What stands around them all is `page.html`, and
-styles are in `page.css`.
+rows and the script are about 2 MB; `page.js` unpacks and draws them. The template of it all is `page.html`, and styles
+are in `page.css`.
 
 Figures are plain values that plotly.js draws. A layer's name is read as block and role: `model.layers.3.mlp.up_proj` is
 `mlp.up_proj` in the block `model.layers.3`. Layers of one block and one role, such as the experts of a list, are one
@@ -24,10 +24,10 @@ from itertools import takewhile
 from operator import attrgetter
 from pathlib import Path
 from statistics import fmean
-from string import Template
 from typing import TYPE_CHECKING, Any
 
 import torch
+from jinja2 import Environment, StrictUndefined
 from torch import Tensor
 
 from modelopt_sparse.model.output import in_words
@@ -69,12 +69,14 @@ def write_page(
         if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
             raise ValueError(f"mask {name!r} is no bool tensor: give those of modelopt_sparse.named_masks")
     if compare is None:
-        text = _page(title or "Sparsity report", _one_run(report), figures_of(report, masks), _tables(report))
+        texts = {"run": _one_run(report), "compared": None}
+        text = _page(title or "Sparsity report", texts, figures_of(report, masks), _tables(report))
     else:
         titles = (title or "first run", compare_title or "second run")
         runs = list(zip(titles if titles[0] != titles[1] else ("A", "B"), (report, compare), strict=True))
         name = f"{runs[0][0]} and {runs[1][0]}"
-        text = _page(name, _two_runs(runs), compared_figures(runs), [_compared_table(runs)])
+        texts = {"runs": {key: _one_run(run) for key, run in runs}, "compared": _two_runs(runs)}
+        text = _page(name, texts, compared_figures(runs), [_compared_table(runs)])
     write_whole(path, text)
     return path
 
@@ -119,16 +121,10 @@ class Table:
     columns: list[Sequence[str | float | None]]
 
 
-def _page(title: str, texts: tuple[str, str], figures: Sequence[Figure | None], tables: Sequence[Table]) -> str:
-    """The whole file; plots and tables without data are left out. ``texts``: HTML that stands before and after them."""
+def _page(title: str, texts: dict[str, Any], figures: Sequence[Figure | None], tables: Sequence[Table]) -> str:
+    """The whole file; plots and tables without data are left out. ``texts``: what `page.html` shows beside them."""
     drawn = [figure for figure in figures if figure is not None and figure.traces]
     tables = [table for table in tables if table.heads]
-    plots = "".join(
-        f'<figure id="figure-{figure.key}"><h2>{escape(figure.title)}</h2><figcaption>{escape(figure.caption)}'
-        '</figcaption><div class="plot"></div></figure>'
-        for figure in drawn
-    )
-    rows = (f'<section class="rows" id="table-{x.key}"><h2>{escape(x.title)}</h2></section>' for x in tables)
     data = {"figures": [*map(vars, drawn)], "tables": [*map(vars, tables)]}
     script = ""
     if drawn:
@@ -137,13 +133,13 @@ def _page(title: str, texts: tuple[str, str], figures: Sequence[Figure | None], 
         script = get_plotlyjs()
     room = files("modelopt_sparse.reports")
     frame, style, code = (room.joinpath(f"page.{kind}").read_text(encoding="utf-8") for kind in ("html", "css", "js"))
-    return Template(frame).substitute(
-        title=escape(title),
+    template = Environment(autoescape=True, trim_blocks=True, undefined=StrictUndefined).from_string(frame)
+    return template.render(
+        texts,
+        title=title,
         style=style,
-        top=texts[0],
-        figures=f'<section class="figures">{plots}</section>' if drawn else "",
-        tables="\n".join(rows),
-        bottom=texts[1],
+        figures=drawn,
+        tables=tables,
         data=_packed(json.dumps(data, separators=(",", ":"), allow_nan=False)),
         plotly=_packed(script),
         script=code,
@@ -158,44 +154,29 @@ def _packed(text: str) -> str:
 # texts ----------------------------------------------------------------------------------------------------------------
 
 
-def _one_run(report: "Report") -> tuple[str, str]:
-    """What was done and what it cost; and notes, settings and versions."""
-    cards = "".join(
-        f'<div class="card"><dt>{escape(name)}</dt><dd>{escape(value)}</dd><dd class="more">{escape(note)}</dd></div>'
-        for name, (value, note) in cost_of(report).items()
-    )
-    summaries = "".join(f"<p>{escape(text)}</p>" for text in report.summaries())
-    return f'{summaries}<dl class="cards">{cards}</dl>', _circumstances(report)
+def _one_run(report: "Report") -> dict[str, Any]:
+    """What was done and what it cost; and notes, settings, data and versions, of earlier runs as well."""
+    parts = {
+        "What errors were measured with": {f"error from {short}": text for short, text in report.errors_from().items()},
+        "Settings": report.settings,
+        "Calibration data": report.calibration,
+        "Versions": report.versions,
+    }
+    for number, run in enumerate(report.earlier, 1):
+        parts[f"Earlier run {number}, of {len(run['layers'])} layers: settings"] = run["settings"]
+    rows = {title: {key: [_text(value)] for key, value in values.items()} for title, values in parts.items()}
+    return {"summaries": report.summaries(), "cost": cost_of(report), "notes": report.all_notes(), "parts": rows}
 
 
-def _two_runs(runs: Runs) -> tuple[str, str]:
-    """Costs side by side; and settings that differ, and the notes and settings of each run."""
-    titles, costs = [title for title, _ in runs], [cost_of(report) for _, report in runs]
-    summaries = (f"<p><b>{escape(title)}</b>: {escape(' '.join(report.summaries()))}</p>" for title, report in runs)
-    rows: dict[str, list[str]] = {}
-    for name in {**costs[0], **costs[1]}:
-        values = [map(escape, cost.get(name, ("", ""))) for cost in costs]
-        rows[name] = [f'<b>{value}</b><span class="more">{details}</span>' for value, details in values]
-    top = "".join([*summaries, f"<section>{_rows(rows, titles)}</section>"])
+def _two_runs(runs: Runs) -> dict[str, Any]:
+    """Costs side by side, name -> (value, more about it) of each run; and settings and versions that differ."""
+    costs = [cost_of(report) for _, report in runs]
     both = [{key: _text(value) for key, value in {**report.settings, **report.versions}.items()} for _, report in runs]
-    compared = {key: [escape(cells.get(key, "")) for cells in both] for key in {**both[0], **both[1]}}
-    rows = {key: cells for key, cells in compared.items() if cells[0] != cells[1]}
-    bottom = _section("What differs in settings and versions", _rows(rows, titles) if rows else "<p>Nothing.</p>")
-    return top, bottom + "".join(_section(title, _circumstances(report)) for title, report in runs)
-
-
-def _section(title: str, body: str) -> str:
-    return f"<section><h2>{escape(title)}</h2>{body}</section>"
-
-
-def _rows(rows: Mapping[str, Iterable[str]], heads: Sequence[str] = ()) -> str:
-    """A table. ``rows``: name -> HTML of its cells."""
-    head = f"<tr><td></td>{''.join(f'<th>{escape(title)}</th>' for title in heads)}</tr>" if heads else ""
-    lines = (
-        f"<tr><th>{escape(name)}</th>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
-        for name, cells in rows.items()
-    )
-    return f'<div class="wide"><table>{head}{"".join(lines)}</table></div>'
+    settings = {key: [texts.get(key, "") for texts in both] for key in {**both[0], **both[1]}}
+    return {
+        "costs": {name: [cost.get(name, ("", "")) for cost in costs] for name in {**costs[0], **costs[1]}},
+        "settings": {key: texts for key, texts in settings.items() if texts[0] != texts[1]},
+    }
 
 
 def _text(value: object) -> str:
@@ -257,25 +238,6 @@ def _duration(seconds: float) -> str:
     if seconds < 120:
         return f"{seconds:.1f} s"
     return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
-
-
-def _circumstances(report: "Report") -> str:
-    """Notes, settings, data and versions, of earlier runs as well."""
-    notes = "".join(f"<li>{escape(note)}</li>" for note in report.all_notes())
-    parts = {
-        "What errors were measured with": {f"error from {short}": text for short, text in report.errors_from().items()},
-        "Settings": report.settings,
-        "Calibration data": report.calibration,
-        "Versions": report.versions,
-    }
-    for number, run in enumerate(report.earlier, 1):
-        parts[f"Earlier run {number}, of {len(run['layers'])} layers: settings"] = run["settings"]
-    shown = [_section("Notes", f"<ul>{notes}</ul>")] if notes else []
-    for title, values in parts.items():
-        if values:
-            rows = _rows({str(key): [escape(_text(value))] for key, value in values.items()})
-            shown.append(f"<details><summary>{escape(title)}</summary>{rows}</details>")
-    return "\n".join(shown)
 
 
 # tables ---------------------------------------------------------------------------------------------------------------

@@ -126,11 +126,6 @@ class LayerSpeed:
     timings: tuple[Timing, ...] = ()
     notes: tuple[str, ...] = ()
 
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> "LayerSpeed":
-        values = {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}
-        return cls(**{**values, "timings": tuple(Timing.from_dict(timing) for timing in data["timings"])})
-
 
 @dataclass
 class SpeedReport(Printed):
@@ -161,10 +156,6 @@ class SpeedReport(Printed):
     def dense_bytes(self) -> int:
         """Bytes of all weights in the report, if they were dense."""
         return sum(layer.dense_bytes for layer in self.layers)
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> "SpeedReport":
-        return cls(**{**data, "layers": [LayerSpeed.from_dict(layer) for layer in data["layers"]]})
 
     def text(self, *, all_rows: bool = False) -> str:
         """What ``print`` shows: every layer has a line of its own."""

@@ -3,7 +3,7 @@
 Shape letters: R rows (out features), C columns (in features), T tokens.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -69,10 +69,6 @@ class Timing:
     def speedup(self) -> float:
         """How many times as fast 2:4 is as dense."""
         return self.dense / self.sparse
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> "Timing":
-        return cls(**{**data, "algorithm": Algorithm(*data["algorithm"])})
 
 
 def time_layer(

@@ -147,7 +147,7 @@ class _SeenExperts:
         self.sums[layer.name].add(outputs_TkR, index_Tk, gates_Tk, inside=adapter.gates_inside)
         if self.whole:
             whole_TR = (outputs_TkR if adapter.gates_inside else outputs_TkR * gates_Tk[..., None]).sum(1)
-            held = self.run.storage.hold_activations(whole_TR), token_masks
+            held = self.run.storage.hold(whole_TR), token_masks
             self.outputs.setdefault((layer.name, self.number), []).append(held)
 
     def of_all(self, name: str) -> ExpertSums:
@@ -185,9 +185,9 @@ def _refitted(
             return  # no token was routed
         whole, token_masks = left.pop(0)
         rows, *routed = map(real_rows, layer.adapter.inputs(module, args, kwargs), token_masks)
-        inputs = run.storage.hold_activations(rows), *routed
+        inputs = run.storage.hold(rows), *routed
         call = RoutedCall.of(seen.number, modules[layer.name], layer.adapter, inputs, whole.to(rows.device))
-        call.residual = run.storage.hold_activations(call.residual)
+        call.residual = run.storage.hold(call.residual)
         calls[layer.name].append(call)
 
     with changed_in_calls(run.model, [task.name], change):
@@ -196,6 +196,6 @@ def _refitted(
     for choice in choices:
         layer = choice.group.consumer
         values, errors = refit_experts(modules[layer.name], layer.adapter, calls[layer.name], batches, run)
-        refitted.append(replace(choice, values=run.storage.hold_weights(values), errors=tuple(errors)))
+        refitted.append(replace(choice, values=run.storage.hold(values, weights=True), errors=tuple(errors)))
     modules.clear()  # their hooks hold them
     return refitted

@@ -189,8 +189,7 @@ def channels(
         consumers = [layer_plan for layer_plan in task.layer_plans if layer_plan.name in by_layer]
         sums = _sums(consumers, inputs, batches, run)
         choices = [_choice(by_layer[name], *layer_sums, request) for name, layer_sums in sums.items()]
-        hold = run.storage.hold_weights
-        return [x if x.values is None else replace(x, values=hold(x.values)) for x in choices]
+        return [x if x.values is None else replace(x, values=run.storage.hold(x.values, weights=True)) for x in choices]
 
     return by_block(data, "choose channels", cutting.groups, choose)
 

@@ -168,7 +168,7 @@ def _shrink(data: CalibrationData, sizes: TargetSizes, request: ShrinkRequest) -
     if batches.tuned_on < 1:
         raise ValueError("shrink needs at least two calibration batches, one of which judges: give smaller batches")
     data, before = run_dense(data), costs(model)
-    if (recalled := run.storage.load_choice()) is not None:
+    if (recalled := run.storage.choice) is not None:
         request = request._replace(kept=recalled["kept"])
         if sizes.depth is not None:
             sizes = replace(sizes, stay=recalled["kept"]["blocks"][sizes.depth.stack], named=True)
@@ -190,7 +190,7 @@ def _shrink(data: CalibrationData, sizes: TargetSizes, request: ShrinkRequest) -
         run.storage.save_choice(asdict(shrunk))
     else:
         shrunk = Shrunk(**recalled)
-    run.storage.rename_blocks(cutting.names(run.plan))
+    run.storage.block_names = cutting.names(run.plan)
     seconds = _seconds_of_calls(data, cutting) if run.storage.resident else {}
     try:
         with run.part("blocks"):

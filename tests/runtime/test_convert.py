@@ -236,12 +236,7 @@ def test_the_report_says_everything_as_text_and_as_json(backend, blas):
     convert.convert(model, Settings.of({"tune": (1, 64)}), lambda device: timed_place(backend, Stopwatch(**TABLE)))
     text = str(mts.semi_structured_report(model))
     assert text == REPORT
-    report = mts.semi_structured_report(model)
-    read = json.loads(report.to_json())
-    again = mts.SpeedReport.from_dict(read)
-    assert again.layers == report.layers
-    assert str(again) == text
-    assert json.loads(again.to_json()) == read
+    read = json.loads(mts.semi_structured_report(model).to_json())
     assert read["layers"][0]["timings"][0]["algorithm"] == [0, 1, -1]
     assert read["versions"]["torch"] == torch.__version__
     assert read["settings"]["tune"] == [1, 64]
