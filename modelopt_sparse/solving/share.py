@@ -1,11 +1,9 @@
 """Layers of a block that several processes solve: which process solves what, and how it gets to all of them."""
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from modelopt_sparse.calibration.stats import DeferredStats
 from modelopt_sparse.methods.base import Solution, Stats
@@ -99,26 +97,11 @@ def exchanged(
         part, facts = local.pop((layer_plan.name, experts), None), None
         if part is None:
             weight = torch.empty(shape, dtype=layer_plan.layer.parameter.dtype, device=device)
-            bits = torch.empty(-(-math.prod(shape) // 8), dtype=torch.uint8, device=device)
+            mask = torch.empty(shape, dtype=torch.bool, device=device)
         else:
-            weight, bits = part.solution.weight, as_bits(part.solution.mask)
+            weight, mask = part.solution.weight, part.solution.mask.contiguous()
             facts = (part.solution.error, part.solution.notes, part.steps, part.energy)
-        by_rank = run.processes.broadcast(f"layer {layer_plan.name!r}", [weight, bits], [owner] * 2, facts)
+        by_rank = run.processes.broadcast(f"layer {layer_plan.name!r}", [weight, mask], [owner] * 2, facts)
         error, notes, steps, energy = by_rank[owner]
-        pieces.append(part or SolvedPiece(Solution(weight, from_bits(bits, shape), error, notes), steps, energy))
+        pieces.append(part or SolvedPiece(Solution(weight, mask, error, notes), steps, energy))
     return pieces
-
-
-# As numbers of 64 bits, 8 bytes of 0 or 1 times this have their bits in the last byte, and each byte times this has a
-# bit of its own at the end of each of 8 bytes. It takes less time than the bytes that it saves take on the way.
-SPREAD = 0x8040201008040201 - 2**64
-
-
-def as_bits(mask: Tensor) -> Tensor:
-    padded = torch.nn.functional.pad(mask.flatten(), (0, -mask.numel() % 8))
-    return (padded.view(torch.int64) * SPREAD >> 56).to(torch.uint8)
-
-
-def from_bits(bits: Tensor, shape: Sequence[int]) -> Tensor:
-    mask = (bits.long() * SPREAD >> 7 & 0x0101010101010101).view(torch.bool)
-    return mask[: math.prod(shape)].view(*shape)

@@ -21,7 +21,7 @@ from modelopt_sparse import distributed
 from modelopt_sparse.distributed import Processes, count_processes
 from modelopt_sparse.plan.plan import LayerPlan, checksum
 from modelopt_sparse.plan.planner import make_plan
-from modelopt_sparse.solving.share import as_bits, assign_owners, from_bits, kind_of_layer
+from modelopt_sparse.solving.share import assign_owners, kind_of_layer
 from tests.distributed import ranks
 from tests.helpers import TESTBED, assert_alike, assert_bits, calibrated_run, tiny_llama, token_batches, trained_model
 
@@ -488,14 +488,6 @@ def test_one_line_says_which_rank_failed_and_why(monkeypatch):
     others = [("text", None)]
     with pytest.raises(distributed.RankError, match=r"the same \(rank 0: statistics; rank 1: text\): make the"):
         Processes(0, 2, "a group").all_gather("statistics")
-
-
-@pytest.mark.parametrize("shape", [(3, 8), (5, 7), (2, 3, 3), (1,)])
-def test_masks_are_sent_as_bits(shape):
-    mask = torch.rand(shape, generator=torch.Generator().manual_seed(0)) > 0.5
-    bits = as_bits(mask)
-    assert bits.nbytes == math.ceil(mask.numel() / 8)
-    assert torch.equal(from_bits(bits, shape), mask)
 
 
 Shares = dict[str, dict[range, int]]
