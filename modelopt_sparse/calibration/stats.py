@@ -305,12 +305,6 @@ class DeferredStats:
     def routed_square_sums(self) -> Stats:
         return Stats(self.tokens, self.square_sums.clone(), counts=self.counts)
 
-    def filled_square_sums(self) -> Tensor:
-        """The square sums of all experts, ``[E, C]``, topped up as in `part`."""
-        routed = self.routed_square_sums()
-        everyone = None if self.everyone is None else self.everyone.routed_square_sums()
-        return pad_experts(routed, self.minimum, self.fallback, sum_over_experts(routed), everyone).square_sums
-
     def part(self, experts: range) -> Stats:
         """The statistics of these experts, with Gram matrices ``[len(experts), C, C]``."""
         stats = self._formed(experts)
@@ -353,6 +347,15 @@ class DeferredStats:
         return _of_sums(int(counts.sum()), gram, gram=True, counts=counts)
 
 
+def filled_square_sums(stats: Stats | DeferredStats) -> Tensor:
+    """The square sums of all matrices, ``[..., C]``, where experts with few rows are topped up."""
+    if isinstance(stats, Stats):
+        return stats.square_sums
+    routed = stats.routed_square_sums()
+    everyone = None if stats.everyone is None else stats.everyone.routed_square_sums()
+    return pad_experts(routed, stats.minimum, stats.fallback, sum_over_experts(routed), everyone).square_sums
+
+
 def _add_gram(total: Tensor, route: Route) -> None:
     """Add the Gram matrix of the rows to ``total``. They are copied: bits may depend on where rows begin in memory."""
     rows = route.rows.detach().to(total.dtype, copy=True)
@@ -372,30 +375,6 @@ class SharedInput:
 
     layer_plans: list[LayerPlan]
     stats: Stats | DeferredStats | None
-
-
-@dataclass(frozen=True)
-class InputFacts:
-    """What a report says of a layer's input: how many tokens it had in all and by expert, what the error of the layer
-    is measured with (see `reports.report.ERROR_FROM`), and how many of its channels (those of all its matrices) were
-    zero in all of them. ``square_sums``: ``[..., C]``, of its channels."""
-
-    tokens: int
-    expert_tokens: list[int]
-    error_from: str
-    channels: int = 0
-    dead: int = 0
-    square_sums: Tensor | None = None
-
-    @classmethod
-    def of(cls, stats: Stats | DeferredStats | None) -> "InputFacts":
-        if stats is None:
-            return cls(0, [], "weights")
-        formed = isinstance(stats, DeferredStats) or stats.gram is not None
-        counts = [] if stats.counts is None else stats.counts.tolist()
-        sums = stats.filled_square_sums() if isinstance(stats, DeferredStats) else stats.square_sums
-        dead = int((sums == 0).sum())
-        return cls(stats.tokens, counts, "gram" if formed else "square_sums", sums.numel(), dead, sums)
 
 
 class Sharing:
