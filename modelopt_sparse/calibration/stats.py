@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -622,28 +622,21 @@ def _with_listed_experts(layer_plans: Sequence[LayerPlan], groups: Groups, run: 
     Layers with few rows, or that are in none of the ``groups`` because they got none, are filled up from the rows of
     their whole mixture. A layer whose mixture got nothing at all is left out.
     """
-    minimum, fallback = run.config.min_tokens, run.config.experts
-    mixture_of = {
-        layer_plan.name: (layer_plan.layer.mixture, layer_plan.shape)
-        for layer_plan in layer_plans
-        if layer_plan.layer.mixture is not None and layer_plan.needs != "nothing"
-    }
-    pools: dict[Any, Stats] = {}
-    unheard = dict(mixture_of)
-    for names, stats in groups:
-        for name in names:
-            if (mixture := unheard.pop(name, None)) is not None and isinstance(stats, Stats):
-                pools[mixture] = pools[mixture] + stats if mixture in pools else stats
-    result = sorted(groups, key=lambda group: not mixture_of.keys().isdisjoint(group[0]))
-    for name, mixture in unheard.items():
-        if mixture in pools:
-            pool = pools[mixture]
-            gram = None if pool.gram is None else torch.zeros_like(pool.gram)
-            result.append(([name], Stats(0, torch.zeros_like(pool.square_sums), gram)))
+    listed = [plan for plan in layer_plans if plan.layer.mixture is not None and plan.needs != "nothing"]
+    stats_of = {name: stats for names, stats in groups for name in names if isinstance(stats, Stats)}
+    pools: dict[str, Stats] = {}  # layer -> the rows of its mixture
+    for members in grouped(listed, lambda plan: (plan.layer.mixture, plan.shape)).values():
+        if seen := [stats_of[plan.name] for plan in members if plan.name in stats_of]:
+            pools |= dict.fromkeys((plan.name for plan in members), reduce(Stats.__add__, seen))
+    result = sorted(groups, key=lambda group: not pools.keys().isdisjoint(group[0]))
+    for unseen in (plan.name for plan in listed if plan.name in pools and plan.name not in stats_of):
+        pool = pools[unseen]
+        gram = None if pool.gram is None else torch.zeros_like(pool.gram)
+        result.append(([unseen], Stats(0, torch.zeros_like(pool.square_sums), gram)))
     for index, (names, stats) in enumerate(result):
-        mixture = next((mixture_of[name] for name in names if name in mixture_of), None)
-        if mixture is not None and isinstance(stats, Stats) and stats.tokens < minimum:
+        pool = next((pools[name] for name in names if name in pools), None)
+        if pool is not None and isinstance(stats, Stats) and stats.tokens < run.config.min_tokens:
             padded = deepcopy(stats)  # a pool may be the same object
-            pad_expert(padded, minimum, fallback, pools[mixture], None)
+            pad_expert(padded, run.config.min_tokens, run.config.experts, pool, None)
             result[index] = (names, padded)
     return result
