@@ -377,52 +377,25 @@ class SharedInput:
     stats: Stats | DeferredStats | None
 
 
-class Sharing:
-    """Which layers get the same input in every call of the model: the first to see it leads the others.
+class Collector:
+    """Sums up `Stats` for layers. Of those that get the same input in every call, the first to see it sums for all.
 
-    inconsistent: layers shared an input in one call and not in another. enabled: False lets every layer lead itself.
+    needs: layer name -> what its method needs; ROWS for experts whose Gram matrices are formed later, from their rows.
+    share: False lets every layer sum for itself.
+    all_tokens: experts that are to see all tokens, in the place of those that are routed to them, and alone.
+    inconsistent: layers shared an input in one call and not in another, so that the sums are wrong.
     """
 
-    def __init__(self, *, enabled: bool) -> None:
-        self.inconsistent, self._enabled = False, enabled
+    def __init__(self, *, needs: Mapping[str, str], share: bool, all_tokens: Sequence[int] = ()) -> None:
+        self.needs, self._share, self._all_tokens = needs, share, all_tokens
+        self.inconsistent = False
+        self._sums: dict[str, RunningSum] = {}
         self._leader_of: dict[str, str] = {}
         # the inputs in this call, held so that no id is reused, and the layers that got them
         self._call: dict[tuple, tuple[tuple[Tensor, ...], list[str]]] = {}
 
-    def is_first(self, layer: Layer, inputs: tuple[Tensor, ...]) -> bool:
-        """Whether the layer leads those that see these inputs, which it is called with now."""
-        _, names = self._call.setdefault(input_key(layer, inputs), (inputs, []))
-        names.append(layer.name)
-        leader = names[0] if self._enabled else layer.name
-        self.inconsistent |= self._leader_of.setdefault(layer.name, leader) != leader
-        return leader == layer.name
-
-    def end_call(self) -> None:
-        """The model's call is over: followers must have seen what their leader saw, and tensors may be freed."""
-        for _, names in self._call.values():
-            counts = Counter(names)
-            self.inconsistent |= any(counts[name] != counts[leader] for name, leader in self._leader_of.items())
-        self._call = {}
-
-    def groups(self) -> dict[str, list[str]]:
-        """Leader -> the layers that it leads, itself among them."""
-        return grouped(self._leader_of, self._leader_of.__getitem__)
-
-
-class Collector:
-    """Sums up `Stats` for layers; those that get the same input in every call share one.
-
-    needs: layer name -> what its method needs; ROWS for experts whose Gram matrices are formed later, from their rows.
-    share: False lets every layer sum for itself; else sums are wrong where ``sharing.inconsistent``.
-    all_tokens: experts that are to see all tokens, in the place of those that are routed to them, and alone.
-    """
-
-    def __init__(self, *, needs: Mapping[str, str], share: bool, all_tokens: Sequence[int] = ()) -> None:
-        self.needs, self.sharing, self._all_tokens = needs, Sharing(enabled=share), all_tokens
-        self._sums: dict[str, RunningSum] = {}
-
     def see(self, layer: Layer, inputs: tuple[Tensor, ...], token_masks: TokenMasks) -> None:
-        if not self.sharing.is_first(layer, inputs):
+        if not self._leads(layer, inputs):
             return
         name, adapter = layer.name, layer.adapter
         if not isinstance(adapter, RoutedAdapter):
@@ -441,13 +414,25 @@ class Collector:
         for route in () if self._all_tokens else adapter.routes(layer.owner, inputs, token_masks):
             total.add_route(route)
 
+    def _leads(self, layer: Layer, inputs: tuple[Tensor, ...]) -> bool:
+        """Whether the layer leads those that see these inputs, which it is called with now."""
+        _, names = self._call.setdefault(input_key(layer, inputs), (inputs, []))
+        names.append(layer.name)
+        leader = names[0] if self._share else layer.name
+        self.inconsistent |= self._leader_of.setdefault(layer.name, leader) != leader
+        return leader == layer.name
+
     def end_call(self, _: object = None) -> None:
-        """The model's call before, if there was one, is over."""
-        self.sharing.end_call()
+        """The model's call before, if there was one, is over: followers must have seen what their leader saw, and
+        tensors may be freed."""
+        for _, names in self._call.values():
+            counts = Counter(names)
+            self.inconsistent |= any(counts[name] != counts[leader] for name, leader in self._leader_of.items())
+        self._call = {}
 
     def take(self) -> Groups:
         """The statistics of all calls."""
-        shared = self.sharing.groups().items()
+        shared = grouped(self._leader_of, self._leader_of.__getitem__).items()
         return [(names, self._sums.pop(leader).stats()) for leader, names in shared if leader in self._sums]
 
 
@@ -463,7 +448,7 @@ def groups_of(collector: Collector, run: Run) -> Groups | None:
     all of them, if layers have shared an input in one call but not in another: all calls have to be run once more, by
     layers that share no input."""
     collector.end_call()
-    groups, changed = collector.take(), collector.sharing.inconsistent
+    groups, changed = collector.take(), collector.inconsistent
     if run.processes.size > 1:
         groups, changed = _added_up(groups, changed, collector.needs, run)
     return None if changed else groups
