@@ -33,7 +33,7 @@ from modelopt_sparse.plan.options import SparsifyConfig
 from modelopt_sparse.plan.plan import LayerPlan
 from modelopt_sparse.reports.values import PERMUTED, LayerReport, StepReport
 from modelopt_sparse.run import Run, refuse_unusable
-from modelopt_sparse.solving.share import InputStats, SolvedPiece, assign_owners, exchanged, kind_of_layer, own_work
+from modelopt_sparse.solving.share import InputStats, SolvedPiece, assign_owners, exchanged, own_work
 
 
 @contextmanager
@@ -269,7 +269,8 @@ def solve_layers(shared_inputs: Sequence[SharedInput], run: Run) -> Iterator[Sol
     and no smaller pieces would help.
     """
     several, local = run.processes.size > 1, dict[tuple[str, range], SolvedPiece]()
-    owners = assign_owners([shared.layer_plans for shared in shared_inputs], run) if several else {}
+    layer_plans = [layer_plan for shared in shared_inputs for layer_plan in shared.layer_plans]
+    owners = assign_owners(layer_plans, run) if several else {}
     for shared in shared_inputs:
         prepared = Prepared(None if isinstance(shared.stats, DeferredStats) else shared.stats)
         for layer_plan in shared.layer_plans:
@@ -284,7 +285,6 @@ def solve_layers(shared_inputs: Sequence[SharedInput], run: Run) -> Iterator[Sol
     for shared in shared_inputs if several else ():
         for layer_plan in shared.layer_plans:
             solved = joined(layer_plan, exchanged(layer_plan, owners[layer_plan.name], local, run))
-            run.solve_seconds[kind_of_layer(layer_plan)] = sum(step.seconds for step in solved.steps)
             yield SolvedLayer(layer_plan, solved.solution, solved.steps, shared.stats)
 
 
