@@ -188,7 +188,6 @@ class Run:
     """What every part of a run is given; and what holds for the next layer or block of a kind that was met.
 
     piece_sizes: kind of layer -> (experts, rows) that are solved at once, since memory ran out.
-    solve_seconds: kind of layer -> the seconds that the last one took to solve, in several processes.
     fixed_orders: kinds of channels whose reordering changes what the block computes.
     """
 
@@ -199,7 +198,6 @@ class Run:
     processes: Processes
     report: Report
     piece_sizes: dict[tuple, tuple[int, int]] = field(default_factory=dict)
-    solve_seconds: dict[tuple, float] = field(default_factory=dict)
     fixed_orders: set[tuple] = field(default_factory=set)
 
     @contextmanager

@@ -142,7 +142,6 @@ class Calls:
         self._state = partial(ModelState, modules, objects_of(modules))
         self._attempt: Attempt | None = None
         self._newest: dict[Any, deque[ref[Tensor]]] = {}
-        self._moved_by_hooks = False
         moved = self.run.config.device is not None
         self._home = {block: input_device(block) for block in self.stack_of if moved and not has_hook(block)}
 
@@ -165,8 +164,6 @@ class Calls:
         with ExitStack() as undo:
             if moved_by_hooks:
                 undo.enter_context(onloaded_blocks(self.run))
-                undo.callback(setattr, self, "_moved_by_hooks", False)
-                self._moved_by_hooks = True
             else:  # a block has its weights before it moves
                 undo.enter_context(self.run.storage.on_request())
             for module in {module for module, _ in self.data.sides[self.run.model]} - {self.run.model}:
@@ -322,7 +319,7 @@ class Calls:
             with torch.inference_mode(False), torch.enable_grad():
                 args, kwargs = map_tensors(lambda x: x.clone() if x.is_inference() else x, (args, kwargs))
                 return forward(*args, **kwargs)
-        in_place = block is attempt.wanted or self._moved_by_hooks or block is self.run.model or has_hook(block)
+        in_place = block is attempt.wanted or block is self.run.model or has_hook(block)
         if device is None or in_place or input_device(block) == device:
             return forward(*args, **kwargs)
         home = input_device(block)

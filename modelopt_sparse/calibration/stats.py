@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -305,12 +305,6 @@ class DeferredStats:
     def routed_square_sums(self) -> Stats:
         return Stats(self.tokens, self.square_sums.clone(), counts=self.counts)
 
-    def filled_square_sums(self) -> Tensor:
-        """The square sums of all experts, ``[E, C]``, topped up as in `part`."""
-        routed = self.routed_square_sums()
-        everyone = None if self.everyone is None else self.everyone.routed_square_sums()
-        return pad_experts(routed, self.minimum, self.fallback, sum_over_experts(routed), everyone).square_sums
-
     def part(self, experts: range) -> Stats:
         """The statistics of these experts, with Gram matrices ``[len(experts), C, C]``."""
         stats = self._formed(experts)
@@ -353,6 +347,15 @@ class DeferredStats:
         return _of_sums(int(counts.sum()), gram, gram=True, counts=counts)
 
 
+def filled_square_sums(stats: Stats | DeferredStats) -> Tensor:
+    """The square sums of all matrices, ``[..., C]``, where experts with few rows are topped up."""
+    if isinstance(stats, Stats):
+        return stats.square_sums
+    routed = stats.routed_square_sums()
+    everyone = None if stats.everyone is None else stats.everyone.routed_square_sums()
+    return pad_experts(routed, stats.minimum, stats.fallback, sum_over_experts(routed), everyone).square_sums
+
+
 def _add_gram(total: Tensor, route: Route) -> None:
     """Add the Gram matrix of the rows to ``total``. They are copied: bits may depend on where rows begin in memory."""
     rows = route.rows.detach().to(total.dtype, copy=True)
@@ -374,76 +377,25 @@ class SharedInput:
     stats: Stats | DeferredStats | None
 
 
-@dataclass(frozen=True)
-class InputFacts:
-    """What a report says of a layer's input: how many tokens it had in all and by expert, what the error of the layer
-    is measured with (see `reports.report.ERROR_FROM`), and how many of its channels (those of all its matrices) were
-    zero in all of them. ``square_sums``: ``[..., C]``, of its channels."""
+class Collector:
+    """Sums up `Stats` for layers. Of those that get the same input in every call, the first to see it sums for all.
 
-    tokens: int
-    expert_tokens: list[int]
-    error_from: str
-    channels: int = 0
-    dead: int = 0
-    square_sums: Tensor | None = None
-
-    @classmethod
-    def of(cls, stats: Stats | DeferredStats | None) -> "InputFacts":
-        if stats is None:
-            return cls(0, [], "weights")
-        formed = isinstance(stats, DeferredStats) or stats.gram is not None
-        counts = [] if stats.counts is None else stats.counts.tolist()
-        sums = stats.filled_square_sums() if isinstance(stats, DeferredStats) else stats.square_sums
-        dead = int((sums == 0).sum())
-        return cls(stats.tokens, counts, "gram" if formed else "square_sums", sums.numel(), dead, sums)
-
-
-class Sharing:
-    """Which layers get the same input in every call of the model: the first to see it leads the others.
-
-    inconsistent: layers shared an input in one call and not in another. enabled: False lets every layer lead itself.
+    needs: layer name -> what its method needs; ROWS for experts whose Gram matrices are formed later, from their rows.
+    share: False lets every layer sum for itself.
+    all_tokens: experts that are to see all tokens, in the place of those that are routed to them, and alone.
+    inconsistent: layers shared an input in one call and not in another, so that the sums are wrong.
     """
 
-    def __init__(self, *, enabled: bool) -> None:
-        self.inconsistent, self._enabled = False, enabled
+    def __init__(self, *, needs: Mapping[str, str], share: bool, all_tokens: Sequence[int] = ()) -> None:
+        self.needs, self._share, self._all_tokens = needs, share, all_tokens
+        self.inconsistent = False
+        self._sums: dict[str, RunningSum] = {}
         self._leader_of: dict[str, str] = {}
         # the inputs in this call, held so that no id is reused, and the layers that got them
         self._call: dict[tuple, tuple[tuple[Tensor, ...], list[str]]] = {}
 
-    def is_first(self, layer: Layer, inputs: tuple[Tensor, ...]) -> bool:
-        """Whether the layer leads those that see these inputs, which it is called with now."""
-        _, names = self._call.setdefault(input_key(layer, inputs), (inputs, []))
-        names.append(layer.name)
-        leader = names[0] if self._enabled else layer.name
-        self.inconsistent |= self._leader_of.setdefault(layer.name, leader) != leader
-        return leader == layer.name
-
-    def end_call(self) -> None:
-        """The model's call is over: followers must have seen what their leader saw, and tensors may be freed."""
-        for _, names in self._call.values():
-            counts = Counter(names)
-            self.inconsistent |= any(counts[name] != counts[leader] for name, leader in self._leader_of.items())
-        self._call = {}
-
-    def groups(self) -> dict[str, list[str]]:
-        """Leader -> the layers that it leads, itself among them."""
-        return grouped(self._leader_of, self._leader_of.__getitem__)
-
-
-class Collector:
-    """Sums up `Stats` for layers; those that get the same input in every call share one.
-
-    needs: layer name -> what its method needs; ROWS for experts whose Gram matrices are formed later, from their rows.
-    share: False lets every layer sum for itself; else sums are wrong where ``sharing.inconsistent``.
-    all_tokens: experts that are to see all tokens, in the place of those that are routed to them, and alone.
-    """
-
-    def __init__(self, *, needs: Mapping[str, str], share: bool, all_tokens: Sequence[int] = ()) -> None:
-        self.needs, self.sharing, self._all_tokens = needs, Sharing(enabled=share), all_tokens
-        self._sums: dict[str, RunningSum] = {}
-
     def see(self, layer: Layer, inputs: tuple[Tensor, ...], token_masks: TokenMasks) -> None:
-        if not self.sharing.is_first(layer, inputs):
+        if not self._leads(layer, inputs):
             return
         name, adapter = layer.name, layer.adapter
         if not isinstance(adapter, RoutedAdapter):
@@ -462,13 +414,25 @@ class Collector:
         for route in () if self._all_tokens else adapter.routes(layer.owner, inputs, token_masks):
             total.add_route(route)
 
+    def _leads(self, layer: Layer, inputs: tuple[Tensor, ...]) -> bool:
+        """Whether the layer leads those that see these inputs, which it is called with now."""
+        _, names = self._call.setdefault(input_key(layer, inputs), (inputs, []))
+        names.append(layer.name)
+        leader = names[0] if self._share else layer.name
+        self.inconsistent |= self._leader_of.setdefault(layer.name, leader) != leader
+        return leader == layer.name
+
     def end_call(self, _: object = None) -> None:
-        """The model's call before, if there was one, is over."""
-        self.sharing.end_call()
+        """The model's call before, if there was one, is over: followers must have seen what their leader saw, and
+        tensors may be freed."""
+        for _, names in self._call.values():
+            counts = Counter(names)
+            self.inconsistent |= any(counts[name] != counts[leader] for name, leader in self._leader_of.items())
+        self._call = {}
 
     def take(self) -> Groups:
         """The statistics of all calls."""
-        shared = self.sharing.groups().items()
+        shared = grouped(self._leader_of, self._leader_of.__getitem__).items()
         return [(names, self._sums.pop(leader).stats()) for leader, names in shared if leader in self._sums]
 
 
@@ -484,7 +448,7 @@ def groups_of(collector: Collector, run: Run) -> Groups | None:
     all of them, if layers have shared an input in one call but not in another: all calls have to be run once more, by
     layers that share no input."""
     collector.end_call()
-    groups, changed = collector.take(), collector.sharing.inconsistent
+    groups, changed = collector.take(), collector.inconsistent
     if run.processes.size > 1:
         groups, changed = _added_up(groups, changed, collector.needs, run)
     return None if changed else groups
@@ -643,28 +607,21 @@ def _with_listed_experts(layer_plans: Sequence[LayerPlan], groups: Groups, run: 
     Layers with few rows, or that are in none of the ``groups`` because they got none, are filled up from the rows of
     their whole mixture. A layer whose mixture got nothing at all is left out.
     """
-    minimum, fallback = run.config.min_tokens, run.config.experts
-    mixture_of = {
-        layer_plan.name: (layer_plan.layer.mixture, layer_plan.shape)
-        for layer_plan in layer_plans
-        if layer_plan.layer.mixture is not None and layer_plan.needs != "nothing"
-    }
-    pools: dict[Any, Stats] = {}
-    unheard = dict(mixture_of)
-    for names, stats in groups:
-        for name in names:
-            if (mixture := unheard.pop(name, None)) is not None and isinstance(stats, Stats):
-                pools[mixture] = pools[mixture] + stats if mixture in pools else stats
-    result = sorted(groups, key=lambda group: not mixture_of.keys().isdisjoint(group[0]))
-    for name, mixture in unheard.items():
-        if mixture in pools:
-            pool = pools[mixture]
-            gram = None if pool.gram is None else torch.zeros_like(pool.gram)
-            result.append(([name], Stats(0, torch.zeros_like(pool.square_sums), gram)))
+    listed = [plan for plan in layer_plans if plan.layer.mixture is not None and plan.needs != "nothing"]
+    stats_of = {name: stats for names, stats in groups for name in names if isinstance(stats, Stats)}
+    pools: dict[str, Stats] = {}  # layer -> the rows of its mixture
+    for members in grouped(listed, lambda plan: (plan.layer.mixture, plan.shape)).values():
+        if seen := [stats_of[plan.name] for plan in members if plan.name in stats_of]:
+            pools |= dict.fromkeys((plan.name for plan in members), reduce(Stats.__add__, seen))
+    result = sorted(groups, key=lambda group: not pools.keys().isdisjoint(group[0]))
+    for unseen in (plan.name for plan in listed if plan.name in pools and plan.name not in stats_of):
+        pool = pools[unseen]
+        gram = None if pool.gram is None else torch.zeros_like(pool.gram)
+        result.append(([unseen], Stats(0, torch.zeros_like(pool.square_sums), gram)))
     for index, (names, stats) in enumerate(result):
-        mixture = next((mixture_of[name] for name in names if name in mixture_of), None)
-        if mixture is not None and isinstance(stats, Stats) and stats.tokens < minimum:
+        pool = next((pools[name] for name in names if name in pools), None)
+        if pool is not None and isinstance(stats, Stats) and stats.tokens < run.config.min_tokens:
             padded = deepcopy(stats)  # a pool may be the same object
-            pad_expert(padded, minimum, fallback, pools[mixture], None)
+            pad_expert(padded, run.config.min_tokens, run.config.experts, pool, None)
             result[index] = (names, padded)
     return result

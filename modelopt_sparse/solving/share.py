@@ -1,11 +1,9 @@
 """Layers of a block that several processes solve: which process solves what, and how it gets to all of them."""
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from modelopt_sparse.calibration.stats import DeferredStats
 from modelopt_sparse.methods.base import Solution, Stats
@@ -26,53 +24,31 @@ class SolvedPiece:
     energy: float
 
 
-def assign_owners(groups: Sequence[Sequence[LayerPlan]], run: Run) -> dict[str, dict[range, int]]:
-    """Layer name -> experts (all of anything else) -> the rank that solves them. Layers of a group share an input and
-    what is prepared from it. The costliest are dealt out first, each to the process that would be done with it
-    first.
+def assign_owners(layer_plans: Sequence[LayerPlan], run: Run) -> dict[str, dict[range, int]]:
+    """Layer name -> experts (all of anything else) -> the rank that solves them. The costliest layers are dealt out
+    first, each to the process with the least to do.
 
-    A layer costs the seconds that one of its kind took before, if they are known of all layers, else a count of
-    operations. Experts are dealt out in ranges; those that are solved so many at a time for want of memory in turns, so
-    that no process holds the rows of more than those at a time.
+    Experts are dealt out in ranges; those that are solved so many at a time for want of memory in turns, so that no
+    process holds the rows of more than those at a time.
     """
     size = run.processes.size
-    owners: dict[str, dict[range, int]] = {}
-    load = [0.0] * size
-    has: list[set[int]] = [set() for _ in load]  # the groups whose preparation a process has paid for
-    waiting: list[tuple[float, float, int, str, range]] = []
-    kinds = {layer_plan.name: kind_of_layer(layer_plan) for group in groups for layer_plan in group}
-    measured = run.solve_seconds.keys() >= {*kinds.values()}
-    for number, group in enumerate(groups):
-        for layer_plan in group:
-            *_, rows, columns = layer_plan.shape
-            matrices = step = layer_plan.matrices
-            if layer_plan.at_once is not None:
-                step = layer_plan.at_once
-            elif layer_plan.routed:
-                step = -(-matrices // size)
-            pieces = [range(start, min(start + step, matrices)) for start in range(0, matrices, step)]
-            owners[layer_plan.name] = {experts: turn % size for turn, experts in enumerate(pieces)}
-            for experts, owner in owners[layer_plan.name].items():
-                prepared, solved = len(experts) * columns**3 / 3, len(experts) * rows * columns**2
-                if measured:  # with what was prepared for it
-                    prepared, solved = 0, len(experts) / matrices * run.solve_seconds[kinds[layer_plan.name]]
-                if layer_plan.at_once is not None:
-                    load[owner] += prepared + solved
-                else:
-                    alone = len(experts) < matrices  # experts share no preparation
-                    group_number = -1 - len(waiting) if alone else number
-                    waiting.append((solved, prepared, group_number, layer_plan.name, experts))
-    for solved, prepared, number, name, experts in sorted(waiting, key=lambda work: -work[0]):
-        ends = [busy + solved + (0 if number in known else prepared) for busy, known in zip(load, has)]
-        owner = ends.index(min(ends))
-        load[owner], owners[name][experts] = ends[owner], owner
-        has[owner].add(number)
+    load, owners = [0.0] * size, dict[str, dict[range, int]]()
+    for layer_plan in sorted(layer_plans, key=_operations, reverse=True):
+        matrices = layer_plan.matrices
+        step = layer_plan.at_once or (-(-matrices // size) if layer_plan.routed else matrices)
+        owners[layer_plan.name] = {}
+        for turn, start in enumerate(range(0, matrices, step)):
+            experts = range(start, min(start + step, matrices))
+            owner = load.index(min(load)) if layer_plan.at_once is None else turn % size
+            load[owner] += _operations(layer_plan) * len(experts) / matrices
+            owners[layer_plan.name][experts] = owner
     return owners
 
 
-def kind_of_layer(layer_plan: LayerPlan) -> tuple:
-    """The key of layers that take about the same time."""
-    return layer_plan.recipe, layer_plan.shape, str(layer_plan.pattern)
+def _operations(layer_plan: LayerPlan) -> float:
+    """About what it takes to factor a layer's Gram matrices, and to solve it by them."""
+    *_, rows, columns = layer_plan.shape
+    return layer_plan.matrices * (columns**3 / 3 + rows * columns**2)
 
 
 def own_work(owners: Mapping[range, int], stats: InputStats, run: Run) -> Iterator[tuple[range, InputStats]]:
@@ -99,26 +75,11 @@ def exchanged(
         part, facts = local.pop((layer_plan.name, experts), None), None
         if part is None:
             weight = torch.empty(shape, dtype=layer_plan.layer.parameter.dtype, device=device)
-            bits = torch.empty(-(-math.prod(shape) // 8), dtype=torch.uint8, device=device)
+            mask = torch.empty(shape, dtype=torch.bool, device=device)
         else:
-            weight, bits = part.solution.weight, as_bits(part.solution.mask)
+            weight, mask = part.solution.weight, part.solution.mask.contiguous()
             facts = (part.solution.error, part.solution.notes, part.steps, part.energy)
-        by_rank = run.processes.broadcast(f"layer {layer_plan.name!r}", [weight, bits], [owner] * 2, facts)
+        by_rank = run.processes.broadcast(f"layer {layer_plan.name!r}", [weight, mask], [owner] * 2, facts)
         error, notes, steps, energy = by_rank[owner]
-        pieces.append(part or SolvedPiece(Solution(weight, from_bits(bits, shape), error, notes), steps, energy))
+        pieces.append(part or SolvedPiece(Solution(weight, mask, error, notes), steps, energy))
     return pieces
-
-
-# As numbers of 64 bits, 8 bytes of 0 or 1 times this have their bits in the last byte, and each byte times this has a
-# bit of its own at the end of each of 8 bytes. It takes less time than the bytes that it saves take on the way.
-SPREAD = 0x8040201008040201 - 2**64
-
-
-def as_bits(mask: Tensor) -> Tensor:
-    padded = torch.nn.functional.pad(mask.flatten(), (0, -mask.numel() % 8))
-    return (padded.view(torch.int64) * SPREAD >> 56).to(torch.uint8)
-
-
-def from_bits(bits: Tensor, shape: Sequence[int]) -> Tensor:
-    mask = (bits.long() * SPREAD >> 7 & 0x0101010101010101).view(torch.bool)
-    return mask[: math.prod(shape)].view(*shape)

@@ -22,7 +22,7 @@ from modelopt_sparse.accuracy.reconstruct import dense_goals, reconstruct
 from modelopt_sparse.accuracy.tuning import TrainableMask
 from modelopt_sparse.calibration.calls import AtBlock
 from modelopt_sparse.calibration.dense import BlockTask
-from modelopt_sparse.calibration.stats import DeferredStats, InputFacts, SharedInput, collect, part_of
+from modelopt_sparse.calibration.stats import DeferredStats, SharedInput, collect, filled_square_sums, part_of
 from modelopt_sparse.methods.alps import DAMPING, Scaled, polish
 from modelopt_sparse.methods.base import Solution, Stats, masked_solution, output_energy
 from modelopt_sparse.methods.patterns import NM, sub_pattern
@@ -33,7 +33,7 @@ from modelopt_sparse.plan.options import SparsifyConfig
 from modelopt_sparse.plan.plan import LayerPlan
 from modelopt_sparse.reports.values import PERMUTED, LayerReport, StepReport
 from modelopt_sparse.run import Run, refuse_unusable
-from modelopt_sparse.solving.share import InputStats, SolvedPiece, assign_owners, exchanged, kind_of_layer, own_work
+from modelopt_sparse.solving.share import InputStats, SolvedPiece, assign_owners, exchanged, own_work
 
 
 @contextmanager
@@ -253,12 +253,12 @@ def solve_layer(layer_plan: LayerPlan, experts: range, prepared: Prepared, stats
 
 @dataclass(frozen=True)
 class SolvedLayer:
-    """A layer with its solution, the steps that led to it, and what the report says of its input."""
+    """A layer with its solution, the steps that led to it, and the statistics of its input."""
 
     layer_plan: LayerPlan
     solution: Solution
     steps: list[StepReport]
-    input: InputFacts
+    stats: InputStats
 
 
 def solve_layers(shared_inputs: Sequence[SharedInput], run: Run) -> Iterator[SolvedLayer]:
@@ -269,7 +269,8 @@ def solve_layers(shared_inputs: Sequence[SharedInput], run: Run) -> Iterator[Sol
     and no smaller pieces would help.
     """
     several, local = run.processes.size > 1, dict[tuple[str, range], SolvedPiece]()
-    owners = assign_owners([shared.layer_plans for shared in shared_inputs], run) if several else {}
+    layer_plans = [layer_plan for shared in shared_inputs for layer_plan in shared.layer_plans]
+    owners = assign_owners(layer_plans, run) if several else {}
     for shared in shared_inputs:
         prepared = Prepared(None if isinstance(shared.stats, DeferredStats) else shared.stats)
         for layer_plan in shared.layer_plans:
@@ -279,13 +280,12 @@ def solve_layers(shared_inputs: Sequence[SharedInput], run: Run) -> Iterator[Sol
                     del stats  # not held while the next layer is solved
                 continue
             solved = solve_layer(layer_plan, range(layer_plan.matrices), prepared, shared.stats, run)
-            yield SolvedLayer(layer_plan, solved.solution, solved.steps, InputFacts.of(shared.stats))
+            yield SolvedLayer(layer_plan, solved.solution, solved.steps, shared.stats)
             del solved
     for shared in shared_inputs if several else ():
         for layer_plan in shared.layer_plans:
             solved = joined(layer_plan, exchanged(layer_plan, owners[layer_plan.name], local, run))
-            run.solve_seconds[kind_of_layer(layer_plan)] = sum(step.seconds for step in solved.steps)
-            yield SolvedLayer(layer_plan, solved.solution, solved.steps, InputFacts.of(shared.stats))
+            yield SolvedLayer(layer_plan, solved.solution, solved.steps, shared.stats)
 
 
 # one block, from top to bottom ---------------------------------------------------------------------------------------
@@ -318,7 +318,8 @@ def sparsify_block(block: BlockTask, run: Run) -> list[Callable[[], object]]:
         for stage in block.stages(config.sequential) if write_sparse is None else ():
             for solved in solve_layers(collect(stage, inputs, run, one_pass=block.one_pass), run):
                 movable |= _movable(solved, config)
-                write = partial(attach, solved, permuted.get(solved.layer_plan.name), run)
+                report = layer_report(solved, permuted.get(solved.layer_plan.name), config)
+                write = partial(attach, solved.layer_plan, solved.solution, report, run)  # without the statistics
                 if stays_dense:
                     later.append(write)
                 else:
@@ -335,11 +336,12 @@ def sparsify_block(block: BlockTask, run: Run) -> list[Callable[[], object]]:
 
 def _movable(solved: SolvedLayer, config: SparsifyConfig) -> dict[nn.Parameter, TrainableMask]:
     """The weight of a solved layer as a `TrainableMask`, if its mask is to move while the block is tuned."""
-    layer_plan, sums = solved.layer_plan, solved.input.square_sums
-    if config.reconstruct is None or config.reconstruct.masks == "frozen" or config.masks is not None or sums is None:
+    layer_plan, stats = solved.layer_plan, solved.stats
+    if config.reconstruct is None or config.reconstruct.masks == "frozen" or config.masks is not None or stats is None:
         return {}
     if layer_plan.layer.parameter.dtype == torch.float16:  # "auto" leaves these as they are; "move" is refused
         return {}
+    sums = filled_square_sums(stats)
     return {layer_plan.layer.parameter: TrainableMask.of(layer_plan.layer, layer_plan.pattern_now, sums)}
 
 
@@ -355,13 +357,13 @@ FEW_TOKENS = {
 
 
 @torch.no_grad()
-def attach(solved: SolvedLayer, permuted: str | None, run: Run) -> dict[nn.Parameter, Tensor]:
-    """Write a layer's solution, in place, and report it -> for reconstruction, if that follows, the parameter's mask.
+def attach(layer_plan: LayerPlan, solution: Solution, report: LayerReport, run: Run) -> dict[nn.Parameter, Tensor]:
+    """Write a layer's solution, in place, and add its report -> if reconstruction follows, the parameter's mask.
 
     A layer is written whole or not at all, whatever fails: Ctrl-C waits.
     """
-    layer, model, config = solved.layer_plan.layer, run.model, run.config
-    mask, values = layer.unmatrix(solved.solution.mask), layer.values
+    layer, model, config = layer_plan.layer, run.model, run.config
+    mask, values = layer.unmatrix(solution.mask), layer.values
     tied = [
         f"{path}.{layer.param}"
         for path, module in (model.named_modules() if layer.tied_modules else ())
@@ -369,22 +371,28 @@ def attach(solved: SolvedLayer, permuted: str | None, run: Run) -> dict[nn.Param
     ]
     # where an earlier run left a mask, it is replaced even if none is asked for now: it would prune by the old solution
     enforce = config.enforce or layer.param in dict(named_masks(layer.owner))
-    with errors_name_layer(solved.layer_plan, "while its solution was written into the model"), _uninterrupted():
+    with errors_name_layer(layer_plan, "while its solution was written into the model"), _uninterrupted():
         # what takes memory comes before the first write, so that a layer is never left half written
-        new, pruned = layer.unmatrix(solved.solution.weight), ~mask.to(values.device)
+        new, pruned = layer.unmatrix(solution.weight), ~mask.to(values.device)
         for name in (layer.parameter_name, *tied) if enforce else ():
             set_mask(model, name, mask)
         values.copy_(new)
         values.masked_fill_(pruned, 0)
-        run.report.layers.append(layer_report(solved, permuted, config))
+        run.report.layers.append(report)
     return {} if config.reconstruct is None else {layer.parameter: mask}
 
 
 def layer_report(solved: SolvedLayer, permuted: str | None, config: SparsifyConfig) -> LayerReport:
-    layer_plan, solution, steps = solved.layer_plan, solved.solution, solved.steps
-    notes = [*solution.notes, *([permuted] if permuted else []), *_few_tokens(solved, config)]
-    if dead := solved.input.dead:
-        notes.append(f"{dead} of {solved.input.channels} input channels were zero on all calibration data (dead)")
+    layer_plan, solution, steps, stats = solved.layer_plan, solved.solution, solved.steps, solved.stats
+    notes = [*solution.notes, *([permuted] if permuted else [])]
+    error_from, tokens, expert_tokens = "weights", 0, []
+    if stats is not None:
+        error_from = "gram" if isinstance(stats, DeferredStats) or stats.gram is not None else "square_sums"
+        tokens, expert_tokens = stats.tokens, [] if stats.counts is None else stats.counts.tolist()
+        notes += _few_tokens(layer_plan, tokens, expert_tokens, config)
+        sums = filled_square_sums(stats)
+        if dead := int((sums == 0).sum()):
+            notes.append(f"{dead} of {sums.numel()} input channels were zero on all calibration data (dead)")
     return LayerReport(
         name=layer_plan.name,
         parameter=layer_plan.layer.parameter_name,
@@ -396,24 +404,22 @@ def layer_report(solved: SolvedLayer, permuted: str | None, config: SparsifyConf
         zeros=solution.mask.numel() - count_nonzero(solution.mask),
         size=solution.mask.numel(),
         error=steps[-1].error,
-        error_from=solved.input.error_from,
-        tokens=solved.input.tokens,
+        error_from=error_from,
+        tokens=tokens,
         seconds=round(sum(step.seconds for step in steps), 4),
         notes=notes,
         steps=steps,
-        expert_tokens=solved.input.expert_tokens,
+        expert_tokens=expert_tokens,
     )
 
 
-def _few_tokens(solved: SolvedLayer, config: SparsifyConfig) -> list[str]:
+def _few_tokens(layer_plan: LayerPlan, tokens: int, expert_tokens: Sequence[int], config: SparsifyConfig) -> list[str]:
     """Note the experts that got fewer tokens than `min_tokens`, and what was done about them."""
     label = f"experts with fewer than {config.min_tokens} tokens {FEW_TOKENS[config.experts].format(config.min_tokens)}"
-    counts = enumerate(solved.input.expert_tokens)
-    few = [f"{expert} ({count})" for expert, count in counts if count < config.min_tokens]
+    few = [f"{expert} ({count})" for expert, count in enumerate(expert_tokens) if count < config.min_tokens]
     notes = [f"{label}: {', '.join(few)}"] if few else []
-    calibrated = solved.input.error_from != "weights"
-    if solved.layer_plan.layer.mixture is not None and calibrated and solved.input.tokens < config.min_tokens:
-        notes.append(f"{label}: this one ({solved.input.tokens})")
+    if layer_plan.layer.mixture is not None and tokens < config.min_tokens:
+        notes.append(f"{label}: this one ({tokens})")
     return notes
 
 

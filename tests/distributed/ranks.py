@@ -110,8 +110,7 @@ def kill_this_process() -> None:
 
 
 class Failing(Magnitude):
-    """Magnitude in which something happens in one process before the first of its layers in the second block: which
-    layers those are is told by clocks."""
+    """Magnitude in which something happens in one process before the first of its layers in the second block."""
 
     name = "failing"
 

@@ -21,7 +21,7 @@ from modelopt_sparse import distributed
 from modelopt_sparse.distributed import Processes, count_processes
 from modelopt_sparse.plan.plan import LayerPlan, checksum
 from modelopt_sparse.plan.planner import make_plan
-from modelopt_sparse.solving.share import as_bits, assign_owners, from_bits, kind_of_layer
+from modelopt_sparse.solving.share import assign_owners
 from tests.distributed import ranks
 from tests.helpers import TESTBED, assert_alike, assert_bits, calibrated_run, tiny_llama, token_batches, trained_model
 
@@ -492,67 +492,36 @@ def test_one_line_says_which_rank_failed_and_why(monkeypatch):
         Processes(0, 2, "a group").all_gather("statistics")
 
 
-@pytest.mark.parametrize("shape", [(3, 8), (5, 7), (2, 3, 3), (1,)])
-def test_masks_are_sent_as_bits(shape):
-    mask = torch.rand(shape, generator=torch.Generator().manual_seed(0)) > 0.5
-    bits = as_bits(mask)
-    assert bits.nbytes == math.ceil(mask.numel() / 8)
-    assert torch.equal(from_bits(bits, shape), mask)
-
-
 Shares = dict[str, dict[range, int]]
 
 
 # dealing out ----------------------------------------------------------------------------------------------------------
 
 
-def shares_of(groups: list[list[LayerPlan]], size: int, **known: Any) -> Shares:
+def shares_of(layer_plans: list[LayerPlan], size: int) -> Shares:
     run, _ = calibrated_run(tiny_llama(), "wanda", data_loader=token_batches(1))
-    run.solve_seconds.update(known.get("known", {}))
-    return assign_owners(groups, replace(run, processes=Processes(0, size)))
+    return assign_owners(layer_plans, replace(run, processes=Processes(0, size)))
 
 
 def test_layers_are_dealt_out_by_cost():
     plan = make_plan(tiny_llama(), "wanda")
     layers = {layer.name.rpartition(".")[2]: layer for layer in plan.layers[:7]}
-    groups = [
-        [layers["q_proj"], layers["k_proj"], layers["v_proj"]],
-        [layers["o_proj"]],
-        [layers["gate_proj"], layers["up_proj"]],
-        [layers["down_proj"]],
-    ]
     for size in (2, 3, 4, 8):
-        shares = shares_of(groups, size)
+        shares = shares_of([*layers.values()], size)
         owners = {name: owner for name, of_layer in shares.items() for owner in of_layer.values()}
         assert owners.keys() == {layer.name for layer in layers.values()}
         down, gate = (owners[layers[name].name] for name in ("down_proj", "gate_proj"))
         assert down != gate  # the two that cost most
-        assert shares == shares_of(groups, size)
+        assert shares == shares_of([*layers.values()], size)
         if size >= 7:
             assert len(set(owners.values())) >= 4
-    alone = shares_of(groups, 1)
+    alone = shares_of([*layers.values()], 1)
     assert {owner for of_layer in alone.values() for owner in of_layer.values()} == {0}
-
-
-def test_layers_are_dealt_out_by_the_seconds_that_others_of_their_kind_took():
-    """By a count of operations down_proj would come first; when one kind is not known yet, that count is taken."""
-    plan = make_plan(tiny_llama(), "wanda")
-    layers = {layer.name.rpartition(".")[2]: layer for layer in plan.layers[:7]}
-    seconds = {"q_proj": 3.0, "k_proj": 4.0, "o_proj": 3.0, "gate_proj": 2.0, "down_proj": 1.0}
-    chosen = [layers[name] for name in seconds]
-    known = {kind_of_layer(layer): seconds[layer.name.rpartition(".")[2]] for layer in chosen}
-    assert len(known) == 4  # q_proj and o_proj are of one kind
-    shares = shares_of([[layer] for layer in chosen], 2, known=known)
-    owners = {name.rpartition(".")[2]: owner for name, of_layer in shares.items() for owner in of_layer.values()}
-    assert owners == {"k_proj": 0, "q_proj": 1, "o_proj": 1, "gate_proj": 0, "down_proj": 0}
-    del known[kind_of_layer(layers["down_proj"])]
-    by_count = shares_of([[layer] for layer in chosen], 2)
-    assert shares_of([[layer] for layer in chosen], 2, known=known) == by_count != shares
 
 
 def test_experts_are_dealt_out_in_ranges():
     plan = make_plan(ranks.mixtral(), "wanda")
     (layer,) = [layer for layer in plan.layers if layer.name == "model.layers.0.mlp.experts.down_proj"]
-    shares = shares_of([[layer]], 3)
+    shares = shares_of([layer], 3)
     assert [*shares[layer.name]] == [range(2), range(2, 4)]
     assert sorted(shares[layer.name].values()) == [0, 1]
