@@ -42,7 +42,11 @@ ENTRIES = ("config.json", DESCRIPTION)  # a folder without these is not read as 
 OLD_WEIGHTS = re.compile(r"(packed\.)?model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 PICKLES = (".pth", ".pt", ".bin", ".pkl", ".pickle", ".ckpt")
 SOURCE = "sparsity_source"  # where a model holds the path of the folder that `restore` or `load` has read
-TOKENIZER = "tokenizer_config.json"
+# what tokenizers write; some of them read files that others have written
+TOKENIZER = frozenset(
+    ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt")
+    + ("special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json", CHAT_TEMPLATE_DIR)
+)
 # the ends of files that may hold weights
 WEIGHT_FORMATS = (
     *("safetensors", "bin", "pt", "pth", "h5", "keras", "tflite", "msgpack", "npz", "gguf", "onnx", "onnx_data"),
@@ -207,7 +211,8 @@ def renamed_if_absent(finished: Path, folder: Path) -> bool:
 
 
 def move_in(finished: Path, folder: Path, names: Collection[str]) -> None:
-    """Move the entries ``names`` of a finished folder into one that exists, and remove that one's old weight files.
+    """Move the entries ``names`` of a finished folder into one that exists, and remove that one's old weight files; with
+    a new tokenizer also what is left of the old one.
 
     The old ``config.json`` and ``sparsity.json`` are deleted first, and the new ones moved last. So a folder that is
     half old and half new is not read as a model. It may be called again after it was interrupted.
@@ -219,10 +224,12 @@ def move_in(finished: Path, folder: Path, names: Collection[str]) -> None:
     for path in folder.iterdir():
         if path.name in names:
             continue
-        if OLD_WEIGHTS.fullmatch(path.name):
-            path.unlink()
-        elif path.name == CHAT_TEMPLATE_DIR and TOKENIZER in names and not path.is_symlink():
+        if not OLD_WEIGHTS.fullmatch(path.name) and (path.name not in TOKENIZER or TOKENIZER.isdisjoint(names)):
+            continue
+        if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)  # templates of the tokenizer that is replaced
+        else:
+            path.unlink()
     for name in sorted(to_move, key=lambda name: name in ENTRIES):
         if (folder / name).is_dir() and not (folder / name).is_symlink():
             shutil.rmtree(folder / name)
