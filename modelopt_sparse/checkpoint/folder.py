@@ -213,14 +213,14 @@ def renamed_if_absent(finished: Path, folder: Path) -> bool:
 
 def move_in(finished: Path, folder: Path, names: Collection[str]) -> None:
     """Move the entries ``names`` of a finished folder into one that exists, and remove that one's old weight files, and
-    with a new tokenizer what is left of the old one.
+    with a new tokenizer what is left of the old one. A ``config.json`` goes if it is that of a model of transformers.
 
     The old ``config.json`` and ``sparsity.json`` are deleted first, and the new ones moved last. So a folder that is
     half old and half new is not read as a model. It may be called again after it was interrupted.
     """
     to_move = sorted(name for name in names if (finished / name).exists())
     for name in reversed(ENTRIES):
-        if name in to_move:
+        if name in to_move or (name not in names and _is_of_transformers(folder / name)):
             (folder / name).unlink(missing_ok=True)
     for path in folder.iterdir():
         is_old = OLD_WEIGHTS.fullmatch(path.name) or (path.name in TOKENIZER and not TOKENIZER.isdisjoint(names))
@@ -236,6 +236,11 @@ def move_in(finished: Path, folder: Path, names: Collection[str]) -> None:
         elif (finished / name).is_dir():
             (folder / name).unlink(missing_ok=True)
         (finished / name).replace(folder / name)
+
+
+def _is_of_transformers(config: Path) -> bool:
+    """Whether a ``config.json`` names a class of transformers: modules of the user's own may have one of that name."""
+    return config.is_file() and '"model_type"' in config.read_text(encoding="utf-8", errors="ignore")
 
 
 def missing_parents(path: Path) -> list[Path]:

@@ -67,6 +67,18 @@ def test_an_adapter_is_no_part_of_the_new_model(tmp_path):
     mts.load(tmp_path / "packed")
 
 
+def test_a_module_that_is_not_of_transformers_leaves_no_config_of_one(tmp_path):
+    """A file of that name that is the user's stays."""
+    mts.save(sparse("llama"), tmp_path)
+    mts.save(sparse("net"), tmp_path, overwrite=True)
+    assert not (tmp_path / "config.json").exists()
+    with pytest.raises(ValueError, match=r"holds no config.json: restore it into its model"):
+        mts.verify(tmp_path)
+    (tmp_path / "config.json").write_text('{"width": 8}')
+    mts.save(sparse("net"), tmp_path, overwrite=True)
+    assert (tmp_path / "config.json").read_text() == '{"width": 8}'
+
+
 class Wait:
     """A companion that is saved when both of two threads have come so far."""
 
