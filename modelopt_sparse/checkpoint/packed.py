@@ -194,7 +194,7 @@ def loaded(
     model_type: Any = architecture if named else type(empty_model(folder, **remote))
     weights = opened_weights(folder) if weights is None else weights
     unread = {name: Unread(file, name) for name, file in weights.items()}
-    options |= {"config": str(folder), "state_dict": unread}
+    options = {"config": str(folder), **options, "state_dict": unread}
     model, info = model_type.from_pretrained(None, output_loading_info=True, **options)
     if (folder / "generation_config.json").is_file() and model.can_generate():
         model.generation_config = GenerationConfig.from_pretrained(folder)
