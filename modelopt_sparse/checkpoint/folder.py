@@ -39,16 +39,21 @@ INDEX = "model.safetensors.index.json"  # of weights in several files
 PACKED = "packed."  # what the name of a weight file, and of their index, begins with in a packed folder
 ENTRIES = ("config.json", DESCRIPTION)  # a folder without these is not read as a model
 # what a save may have written
-OLD_WEIGHTS = re.compile(r"(packed\.)?model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+OLD_WEIGHTS = re.compile(r"(packed\.)?model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?|adapter_(config|model)\..+")
+ADAPTER = "adapter_config.json"  # beside weights, transformers adds that adapter of PEFT's to them
 PICKLES = (".pth", ".pt", ".bin", ".pkl", ".pickle", ".ckpt")
 SOURCE = "sparsity_source"  # where a model holds the path of the folder that `restore` or `load` has read
-TOKENIZER = "tokenizer_config.json"
+# what tokenizers write; some of them read files that others have written
+TOKENIZER = {
+    *("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt"),
+    *("special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json", CHAT_TEMPLATE_DIR),
+}
 # the ends of files that may hold weights
 WEIGHT_FORMATS = (
     *("safetensors", "bin", "pt", "pth", "h5", "keras", "tflite", "msgpack", "npz", "gguf", "onnx", "onnx_data"),
     *("ot", "nemo", "mar", "pkl", "pickle", "ckpt"),
 )
-NOT_COPIED = re.compile(rf"\.({'|'.join(WEIGHT_FORMATS)})$|\.index\.json$|^sparsity\.", re.IGNORECASE)
+NOT_COPIED = re.compile(rf"\.({'|'.join(WEIGHT_FORMATS)})$|\.index\.json$|^sparsity\.|^adapter_config\.", re.IGNORECASE)
 IFT_MEMBER = re.compile(r"^(.+)\.(?:branches\.\d+|sparse|first|second)\.weight$")  # what sparse_ift makes of a layer
 
 
@@ -207,28 +212,35 @@ def renamed_if_absent(finished: Path, folder: Path) -> bool:
 
 
 def move_in(finished: Path, folder: Path, names: Collection[str]) -> None:
-    """Move the entries ``names`` of a finished folder into one that exists, and remove that one's old weight files.
+    """Move the entries ``names`` of a finished folder into one that exists, and remove that one's old weight files, and
+    with a new tokenizer what is left of the old one. A ``config.json`` goes if it is that of a model of transformers.
 
     The old ``config.json`` and ``sparsity.json`` are deleted first, and the new ones moved last. So a folder that is
     half old and half new is not read as a model. It may be called again after it was interrupted.
     """
     to_move = sorted(name for name in names if (finished / name).exists())
     for name in reversed(ENTRIES):
-        if name in to_move:
+        if name in to_move or (name not in names and _is_of_transformers(folder / name)):
             (folder / name).unlink(missing_ok=True)
     for path in folder.iterdir():
-        if path.name in names:
+        is_old = OLD_WEIGHTS.fullmatch(path.name) or (path.name in TOKENIZER and not TOKENIZER.isdisjoint(names))
+        if path.name in names or not is_old:
             continue
-        if OLD_WEIGHTS.fullmatch(path.name):
-            path.unlink()
-        elif path.name == CHAT_TEMPLATE_DIR and TOKENIZER in names and not path.is_symlink():
+        if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)  # templates of the tokenizer that is replaced
+        else:
+            path.unlink()
     for name in sorted(to_move, key=lambda name: name in ENTRIES):
         if (folder / name).is_dir() and not (folder / name).is_symlink():
             shutil.rmtree(folder / name)
         elif (finished / name).is_dir():
             (folder / name).unlink(missing_ok=True)
         (finished / name).replace(folder / name)
+
+
+def _is_of_transformers(config: Path) -> bool:
+    """Whether a ``config.json`` names a class of transformers: modules of the user's own may have one of that name."""
+    return config.is_file() and '"model_type"' in config.read_text(encoding="utf-8", errors="ignore")
 
 
 def missing_parents(path: Path) -> list[Path]:
@@ -467,6 +479,13 @@ def read_mask(folder: Path, description: Description, name: str) -> Tensor:
 
 
 # weights --------------------------------------------------------------------------------------------------------------
+
+
+def refuse_adapter(folder: Path) -> None:
+    """Raise ValueError for a folder whose weights are not all that ``from_pretrained`` makes its model of."""
+    if (folder / ADAPTER).is_file():
+        problem = f"holds {ADAPTER}, an adapter that transformers adds to the weights"
+        raise ValueError(f"{str(folder)!r} {problem}: move it to another folder, or merge it first")
 
 
 def is_packed(folder: Path) -> bool:

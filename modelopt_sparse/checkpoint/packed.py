@@ -30,6 +30,7 @@ from modelopt_sparse.checkpoint.folder import (
     file_hash,
     is_packed,
     pack_mask,
+    refuse_adapter,
     shape_of,
     size_and_hash,
     weight_files,
@@ -185,6 +186,7 @@ def loaded(
     """What ``architecture.from_pretrained(source)`` gives, and its loading info, of packed folders too: weights are
     unpacked one by one. ``weights``: what `opened_weights` gives, if it has been called."""
     folder = Path(source)
+    refuse_adapter(folder)
     if not is_packed(folder):
         return architecture.from_pretrained(source, output_loading_info=True, **options)
     named = issubclass(architecture, PreTrainedModel)  # else it is an Auto class, which wants a name
@@ -192,7 +194,7 @@ def loaded(
     model_type: Any = architecture if named else type(empty_model(folder, **remote))
     weights = opened_weights(folder) if weights is None else weights
     unread = {name: Unread(file, name) for name, file in weights.items()}
-    options |= {"config": str(folder), "state_dict": unread}
+    options = {"config": str(folder), **options, "state_dict": unread}
     model, info = model_type.from_pretrained(None, output_loading_info=True, **options)
     if (folder / "generation_config.json").is_file() and model.can_generate():
         model.generation_config = GenerationConfig.from_pretrained(folder)

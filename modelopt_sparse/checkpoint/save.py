@@ -372,20 +372,23 @@ def report(model: nn.Module | str | Path) -> Report:
     return attached
 
 
-def _present_report(model: nn.Module) -> Report | None:
+def _present_report(model: Any) -> Report | None:
     """The report that a model carries. Rows of layers whose masks are others since (`set_mask`, `load_state_dict`), or
     gone with a module that was replaced, say so, and have their zeros. The error went with the old mask; the pattern
-    stays, for `verify` to hold the layer to."""
-    report, masks = attached_report(model), dict(named_masks(model))
+    stays, for `verify` to hold the layer to. Names are those from before PEFT has wrapped model and layers."""
+    report = attached_report(model)
     if report is not None:
-        layers, unmasked = {layer.parameter_name: layer for layer in find_layers(model)[0]}, report.unmasked(masks)
+        model = model.get_base_model() if hasattr(model, "get_base_model") else model
+        masks, layers = dict(named_masks(model)), {layer.parameter_name: layer for layer in find_layers(model)[0]}
+        names = {name.replace(".base_layer.", "."): name for name in masks}
+        unmasked = report.unmasked(names)
         for i, entry in enumerate(report.layers):
-            if (mask := masks.get(entry.parameter)) is None:
+            if (name := names.get(entry.parameter)) is None:
                 report.layers[i] = _without_mask(model, entry, layers.get(entry.parameter), lost=entry.name in unmasked)
                 continue
-            if mask.is_meta or mask.numel() != entry.size:
+            if (mask := masks[name]).is_meta or mask.numel() != entry.size:
                 continue
-            matrix = (layers.get(entry.parameter) or as_row(model, entry.parameter)).matrix(mask)
+            matrix = (layers.get(name) or as_row(model, name)).matrix(mask)
             zeros, pattern = mask.numel() - int(mask.count_nonzero()), parse_pattern(entry.pattern)
             if zeros != entry.zeros or (isinstance(pattern, NM) and pattern.count_nonzero_wrong(matrix)):
                 report.layers[i] = _changed(entry, f"{REPLACED}, by one of {pattern_of(matrix, pattern)}", zeros=zeros)
@@ -397,6 +400,7 @@ def _without_mask(model: nn.Module, entry: LayerReport, layer: Layer | None, *, 
     unless the layer is packed, or its values are not in memory."""
     path, _, name = entry.parameter.rpartition(".")
     module = dict(model.named_modules()).get(path)
+    module = getattr(module, "base_layer", module)  # inside of PEFT's
     values = stored(module, name) if module is not None and name in dict(module.named_parameters()) else None
     if isinstance(module, PackedLayer) or (values is not None and values.is_meta):
         return entry

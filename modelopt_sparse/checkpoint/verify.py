@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from modelopt_sparse.checkpoint.folder import DESCRIPTION, masks_of, rewritten
+from modelopt_sparse.checkpoint.folder import DESCRIPTION, masks_of, refuse_adapter, rewritten
 from modelopt_sparse.checkpoint.packed import loaded_whole, opened_weights
 from modelopt_sparse.checkpoint.workfolder import STARTED
 from modelopt_sparse.checks import grouped
@@ -216,6 +216,7 @@ def _open(
         raise ValueError(f"{str(folder)!r} is not a folder")
     if not (folder / "config.json").is_file():
         raise ValueError(f"{str(folder)!r} holds no config.json: restore it into its model and verify that")
+    refuse_adapter(folder)
     model = empty_model(folder, trust_remote_code=trust_remote_code)
     if quantization_of(getattr(model, "config", None)) is not None:
         raise ValueError(

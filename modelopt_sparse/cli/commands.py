@@ -391,7 +391,7 @@ def budget(
     settings = settings_of(source, **flags, progress=progress)
     if "data" not in settings:
         raise ValueError("losses of layers are measured on calibration text: give --data FILE")
-    curve = mts.budget_curve(source.load(), settings.pop("method"), **settings)
+    curve = mts.budget_curve(source.load(masks=True), settings.pop("method"), **settings)
     _show(curve, as_json, all_rows=all_rows)
 
 
@@ -464,7 +464,7 @@ def _shrunk(source: "NamedModel", settings: dict[str, Any], out: Path, overwrite
     from modelopt_sparse.distributed import while_others_wait
 
     checked_place(out, overwrite=overwrite, sources=[source.name])
-    companions, network = source.companions(), source.load()
+    companions, network = source.companions(), source.load(masks=True)
     mts.shrink(network, **settings)
     with while_others_wait(settings.get("distributed")) as writes:
         if writes:

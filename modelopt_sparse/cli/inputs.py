@@ -147,8 +147,8 @@ class NamedModel:
 
     def load(self, device: str = "cpu", quantized: Quantized | None = None, *, masks: bool = False) -> nn.Module:
         """The model with its weights; ``masks``: with the masks and the report of a folder that `save` wrote."""
-        if masks and (Path(self.name) / DESCRIPTION).is_file():
-            return mts.load(self.name, dtype=self.dtype, **self.hub).to(device)
+        if masks and has_file(self.name, DESCRIPTION, revision=self.hub["revision"]):
+            return mts.load(self._folder(), dtype=self.dtype, **self.hub).to(device)
         config = AutoConfig.from_pretrained(self.name, **self.hub)
         architecture = model_class(config, self.name)
         if quantized is not None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import modelopt_sparse as mts
 from modelopt_sparse.checkpoint import packed as form
@@ -218,6 +218,8 @@ def test_options_of_load(tmp_path):
     assert eager.name_or_path == eager.config.name_or_path == str(folder)
     with pytest.raises(ValueError, match="is the folder that the weights come from"):
         mts.save(eager, folder, overwrite=True)
+    config = AutoConfig.from_pretrained(plain, rms_norm_eps=0.1)
+    assert mts.load(folder, config=config).config.rms_norm_eps == 0.1
 
 
 def test_plain_from_pretrained_refuses_it(packed):

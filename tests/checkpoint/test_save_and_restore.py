@@ -144,6 +144,22 @@ def test_several_templates_of_a_tokenizer_travel_and_are_replaced(tmp_path):
     assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == "{{ messages }}"
 
 
+def test_a_tokenizer_takes_the_place_of_all_of_another(tmp_path):
+    """Files that it does not write itself, and would read, are gone; without a tokenizer they stay."""
+    tokenizer, out = AutoTokenizer.from_pretrained(TESTBED / "tiny-llama"), tmp_path / "out"
+    old = {"special_tokens_map.json": '{"eos_token": "<OLD>"}', "added_tokens.json": '{"<OLDER>": 2047}'}
+    old |= {"chat_template.jinja": "OLD {{ messages }}", "vocab.json": "{}", "merges.txt": "", "notes.txt": "mine"}
+    out.mkdir()
+    for name, text in old.items():
+        (out / name).write_text(text)
+    mts.save(sparse("llama"), out, overwrite=True)
+    assert {name: (out / name).read_text() for name in old} == old
+    mts.save(sparse("llama"), out, overwrite=True, companions=[tokenizer])
+    again = AutoTokenizer.from_pretrained(out)
+    assert (again.eos_token, len(again), again.chat_template) == (tokenizer.eos_token, len(tokenizer), None)
+    assert [name for name in old if (out / name).exists()] == ["notes.txt"]
+
+
 def test_a_shard_size_is_refused_for_other_modules(tmp_path):
     with pytest.raises(ValueError, match="max_shard_size is for transformers' models; a Net goes into one file"):
         mts.save(sparse("net"), tmp_path / "out", max_shard_size="1GB")

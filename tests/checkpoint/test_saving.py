@@ -6,6 +6,7 @@ import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,42 @@ def test_saving_over_a_folder_leaves_only_the_new_model(tmp_path):
         assert_bits(outputs("llama", AutoModelForCausalLM.from_pretrained(out)), outputs("llama", model))
     assert {name: (out / name).read_text() for name in MINE} == dict.fromkeys(MINE, "mine")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+ADAPTERS = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
+
+
+def test_an_adapter_is_no_part_of_the_new_model(tmp_path):
+    """transformers would add it to the weights; one that comes later is named."""
+    model, out, options = sparse("llama"), tmp_path / "out", {"method": "magnitude", "replace": True}
+    out.mkdir()
+    for name in ADAPTERS:
+        (out / name).write_text("{}")
+    mts.save(model, out, overwrite=True)
+    assert not [name for name in ADAPTERS if (out / name).exists()]
+    assert_bits(outputs("llama", AutoModelForCausalLM.from_pretrained(out)), outputs("llama", model))
+    mts.verify(out)
+    (out / "adapter_config.json").write_text("{}")
+    for read in (mts.load, mts.verify, partial(mts.sparsify_checkpoint, target=tmp_path / "x", **options)):
+        with pytest.raises(
+            ValueError, match=r"holds adapter_config.json, an adapter that .*: move it to another folder"
+        ):
+            read(out)
+    mts.restore(scrambled("llama"), out)
+    mts.pack(out, tmp_path / "packed")
+    mts.load(tmp_path / "packed")
+
+
+def test_a_module_that_is_not_of_transformers_leaves_no_config_of_one(tmp_path):
+    """A file of that name that is the user's stays."""
+    mts.save(sparse("llama"), tmp_path)
+    mts.save(sparse("net"), tmp_path, overwrite=True)
+    assert not (tmp_path / "config.json").exists()
+    with pytest.raises(ValueError, match=r"holds no config.json: restore it into its model"):
+        mts.verify(tmp_path)
+    (tmp_path / "config.json").write_text('{"width": 8}')
+    mts.save(sparse("net"), tmp_path, overwrite=True)
+    assert (tmp_path / "config.json").read_text() == '{"width": 8}'
 
 
 class Wait:

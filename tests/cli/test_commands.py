@@ -55,7 +55,7 @@ def test_sparsify_writes_a_folder_with_everything_that_belongs_to_the_model(run,
     assert mts.report(out).evaluation == expected
 
 
-def test_a_sparse_folder_comes_with_its_masks(run, sparse, tmp_path):
+def test_a_sparse_folder_comes_with_its_masks(run, work, sparse, tmp_path):
     """Their zeros stay and count, and its report stands; replace=true drops both."""
     again = ("sparsify", sparse, "--out", tmp_path / "out", "--method", "magnitude", "--no-progress")
     refused = run(*again, "--pattern", "25%")
@@ -72,6 +72,12 @@ def test_a_sparse_folder_comes_with_its_masks(run, sparse, tmp_path):
         assert not (mask & ~before[name]).any()
     done = run(*again, "--overwrite", "--pattern", "25%", "--set", "replace=true")
     assert "7 layers pruned, 25.00% zeros" in done.out
+    text = ("--data", work / "text.txt", "--num-samples", 4, "--seq-len", 32)
+    budget = ("budget", sparse, "--method", "magnitude", "--budget", "60% zeros", *text)
+    assert "carries a mask whose zeros stay, against a budget" in run(*budget).err
+    assert run(*budget, "--set", "replace=true").code == 0
+    shrunk = run("shrink", sparse, "--mlp", "25%", "--out", tmp_path / "smaller", *text)
+    assert (shrunk.code, "this LlamaForCausalLM is sparse: shrink it first" in shrunk.err) == (2, True)
 
 
 def test_streaming_writes_the_same_model(run, work, tmp_path):

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 import modelopt_sparse as mts
 from modelopt_sparse.cli import inputs as cli_input
 from tests.cli.conftest import by_the_api
-from tests.helpers import assert_same_state, state_of
+from tests.helpers import assert_same_masks, assert_same_state, state_of
 
 pytestmark = pytest.mark.core
 
@@ -217,6 +217,15 @@ def test_the_revision_is_asked_of_the_hub(run, monkeypatch):
         assert done.code == 2
         assert "'some/model' is neither a folder nor a model that the hub gives: there is no revision 'v7'" in done.err
     assert asked == [("some/model", "config.json", "v7")] * 3
+
+
+def test_a_sparse_model_of_the_hub_comes_with_its_masks(sparse, monkeypatch):
+    """From the folder that it is downloaded to."""
+    files, local = cli_input.has_file, cli_input.local_folder
+    monkeypatch.setattr(cli_input, "has_file", lambda name, file, revision: files(sparse, file))
+    monkeypatch.setattr(cli_input, "local_folder", lambda name, revision: local(sparse, revision))
+    model = cli_input.NamedModel("some/model", "auto", "v7", False).load(masks=True)
+    assert_same_masks(model, mts.load(sparse))
 
 
 CODE = """

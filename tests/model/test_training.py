@@ -481,6 +481,19 @@ def test_adapters_train_on_a_sparse_base_that_stays_as_it_is():
         assert torch.equal(theirs[name], parameter), name
 
 
+@lora
+@pytest.mark.parametrize("enforce", [True, False])
+def test_the_report_of_a_model_with_adapters_is_that_of_its_base(enforce: bool, tmp_path: Path):
+    """Whoever asks for it leaves it as it is, for the model that is merged again."""
+    base = mts.sparsify(tiny_llama(), "magnitude", enforce=enforce)
+    before = mts.report(base).as_dict()
+    assert before["layers"][0]["error"] is not None
+    model = with_adapters(base)
+    mts.save(model, tmp_path)
+    for read in (model, model.get_base_model(), tmp_path, model.merge_and_unload()):
+        assert mts.report(read).as_dict() == before
+
+
 def merged_by_hand(model: nn.Module) -> dict[str, Tensor]:
     """What the masked layers should hold after the merge: base plus update, zero where the base is pruned."""
     found = {}
