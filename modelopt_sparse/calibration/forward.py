@@ -163,7 +163,8 @@ def _token_mask(named: Mapping[str, Any], name: str) -> Tensor:
     if not isinstance(mask, Tensor) or mask.dim() != 2:
         form = f"has shape {list(mask.shape)}" if isinstance(mask, Tensor) else f"is a {type(mask).__name__}"
         raise PaddingError(f"{name} {form}: give it as a tensor [batch, sequence], or set count_padding=True")
-    return mask == 0 if (mask < 0).any() else mask != 0  # numbers below zero are added to scores
+    added = mask.is_floating_point() and not (mask > 0).any()  # to scores: 0 at a token, or below
+    return mask == 0 if added or (mask < 0).any() else mask != 0
 
 
 def _key_padding(model: nn.Module, named: Mapping[str, Any]) -> dict[Side, Tensor | None]:

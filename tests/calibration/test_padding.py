@@ -432,6 +432,9 @@ def zero_padded() -> list[Tensor]:
     return [batch["input_ids"].clamp_min(1) * batch["attention_mask"] for batch in padded()]
 
 
+FULL = torch.arange(1, 11).view(2, 5)  # tokens without padding
+
+
 @pytest.mark.parametrize("sequential", ["none", "block"])
 @pytest.mark.parametrize("form", MADE_INSIDE)
 def test_masks_that_the_model_makes_of_its_tokens(form, sequential):
@@ -444,6 +447,18 @@ def test_masks_that_the_model_makes_of_its_tokens(form, sequential):
             return (ids != 0).T if form == "tokens before the batch" else ids != 0
 
         assert_stats(found, brute_force(build().eval(), zero_padded(), blocks, real))
+
+
+@pytest.mark.parametrize("batches", [[zero_padded()[0], FULL], [FULL]], ids=["one of two", "none"])
+def test_a_mask_that_is_added_to_scores_is_all_zeros_in_a_batch_without_padding(batches):
+    model = Ids(given=lambda ids: {"attention_mask": (ids == 0)[:, None, None] * -1e4})
+    mts.sparsify(model, "wanda", data_loader=batches, progress=False)
+    assert {layer.tokens for layer in mts.report(model).layers} == {int(sum((ids != 0).sum() for ids in batches))}
+
+
+def test_padding_alone_is_no_data_and_no_weight_that_its_parent_reads():
+    padding = torch.zeros(2, 5, dtype=torch.long)
+    refused(mts.sparsify, tiny_llama(), data_loader=[{"input_ids": padding, "attention_mask": padding}], match="saw no")
 
 
 def test_two_towers_have_a_mask_each():
