@@ -79,18 +79,23 @@ class PaddingOfCall:
     @torch.inference_mode(False)  # an inference tensor could not be saved for a backward pass
     def tell(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> None:
         """A module is called. Where that is the model, or one of transformers, attention_mask has to be one of tokens;
-        other modules may be given one for each pair of tokens."""
+        other modules may be given one for each pair of tokens, and True may be either in theirs."""
         named, tensors = _by_name(module, args, kwargs), [x for _, x in parts_within((args, kwargs))]
         masks = {name: x for name, x in named.items() if name.endswith("mask") and _is_of_tokens(x, tensors)}
-        whole = module is self.model or isinstance(module, PreTrainedModel)
+        clear = {name: x for name, x in masks.items() if x.dtype != torch.bool or name.endswith(PADDING)}
+        if module is self.model or isinstance(module, PreTrainedModel):
+            clear = named
+        elif _of_transformers(module):
+            clear = masks
         try:
-            for side, real in token_masks(module, named if whole else masks).items():
+            for side, real in token_masks(module, clear).items():
                 self.told[module, side] = None if real is None or real.all() else real
         except PaddingError as error:
             self.told.update({(module, side): error for side in ("encoder", "decoder", "image")})
         for name in () if self.told else masks:
             problem = f"{name!r} of {type(module).__name__} does not say whether True is padding"
-            note = f"{problem}: all rows are counted unless other masks say more (call it {OWN} or padding_mask)"
+            advice = f"call it padding_mask, or {OWN} with numbers"
+            note = f"{problem}: all rows are counted unless other masks say more ({advice})"
             self.notes += [note] if note not in self.notes else []
 
     def at(self, around: Around) -> Tensor | None:
@@ -167,10 +172,14 @@ def _token_mask(named: Mapping[str, Any], name: str) -> Tensor:
     return mask == 0 if added or (mask < 0).any() else mask != 0
 
 
+def _of_transformers(module: nn.Module) -> bool:
+    return any(base.__module__.startswith("transformers.") for base in type(module).mro())
+
+
 def _key_padding(model: nn.Module, named: Mapping[str, Any]) -> dict[Side, Tensor | None]:
     """torch's own convention: ``*padding_mask`` [batch, sequence], True (or a number below zero) = padding. What
     modules of transformers call ``padding_mask`` is as their attention_mask: 1 = a real token."""
-    hf = any(base.__module__.startswith("transformers.") for base in type(model).mro())
+    hf = _of_transformers(model)
     real = {
         name: value != 0 if hf and name == "padding_mask" else ~value if value.dtype == torch.bool else value == 0
         for name, value in named.items()

@@ -418,7 +418,7 @@ MADE_INSIDE = {
     "padding_mask of blocks of transformers": (IdsOfTransformers, ID_BLOCKS),
     "of blocks, 1 = a token": (lambda: Ids(given=lambda ids: {"attention_mask": (ids != 0).long()}), ID_BLOCKS),
     "of blocks, to broadcast": (
-        lambda: Ids(given=lambda ids: {"attention_mask": (ids != 0)[:, None, None]}),
+        lambda: Ids(given=lambda ids: {"attention_mask": (ids != 0).long()[:, None, None]}),
         ID_BLOCKS,
     ),
     "of blocks, added to scores": (
@@ -477,14 +477,20 @@ def test_two_towers_have_a_mask_each():
     assert {stats.tokens for stats in found.values()} == {real}
 
 
-@pytest.mark.parametrize(
-    "mask", [lambda ids: ids == 0, lambda ids: (ids != 0)[:, None, None]], ids=["of two dimensions", "to broadcast"]
-)
-def test_a_mask_of_which_nothing_says_what_true_means_is_noted(mask):
-    model = Ids(given=lambda ids: {"mask": mask(ids)})
+UNCLEAR = {
+    "of two dimensions": ("mask", lambda ids: ids == 0),
+    "to broadcast": ("mask", lambda ids: (ids != 0)[:, None, None]),
+    "True = not attended to, as in torch": ("attention_mask", lambda ids: (ids == 0)[:, None]),
+}
+
+
+@pytest.mark.parametrize("case", UNCLEAR)
+def test_a_mask_of_which_nothing_says_what_true_means_is_noted(case):
+    name, mask = UNCLEAR[case]
+    model = Ids(given=lambda ids: {name: mask(ids)})
     mts.sparsify(model, "wanda", data_loader=zero_padded(), progress=False)
     (note,) = mts.report(model).notes
-    assert note.startswith("'mask' of Block does not say whether True is padding: all rows are counted")
+    assert note.startswith(f"{name!r} of Block does not say whether True is padding: all rows are counted")
     assert {layer.tokens for layer in mts.report(model).layers} == {3 * 12 + 2 * 9}
 
 
