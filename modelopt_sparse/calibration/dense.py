@@ -56,12 +56,14 @@ READ = "its parent reads the weight without calling the layer, so that no data r
 class SeenInputs:
     """Facts about layers' inputs in the dense run. ``block_of``: layer name -> the one block that it is in, or None.
 
-    order: layer name -> its first call: the number of the model's call, and how many layers were called before.
+    called: the names of layers that were called, with tokens or with padding alone.
+    order: layer name -> its first call with tokens: the number of the model's call, and how many layers had one before.
     input_of: layer name -> the first layer of its block that got the same input.
     varying: layers that share an input with others at some times only.
     """
 
     def __init__(self, block_of: Mapping[str, str | None]) -> None:
+        self.called: set[str] = set()
         self.order: dict[str, tuple[float, int]] = {}
         self.input_of: dict[str, str] = {}
         self.varying: set[str] = set()
@@ -79,6 +81,7 @@ class SeenInputs:
         self._number, self._keys, self._leaders = number, {}, {}
 
     def see(self, layer: Layer, inputs: tuple[Tensor, ...], token_masks: TokenMasks) -> None:
+        self.called.add(layer.name)
         if not (inputs[0].numel() if token_masks[0] is None else token_masks[0].any()):
             return  # no token is no data
         leader = self._leader(layer, inputs)
@@ -250,9 +253,9 @@ class _Reads(TorchDispatchMode):
 
 
 def _read_by_parents(dense: DenseRun) -> set[str]:
-    """The layers that saw no data, though the model read their weights: looked for in one more call of each kind."""
+    """The layers that were not called, though the model read their weights: looked for in a call of each kind."""
     layers = [layer_plan.layer for layer_plan in dense.data.run.plan.layers if layer_plan.needs != "nothing"]
-    unseen = [layer for layer in layers if layer.name not in dense.inputs.order and layer.mixture is None]
+    unseen = [layer for layer in layers if layer.name not in dense.inputs.called and layer.mixture is None]
     with _Reads() as reads:
         if unseen:
             dense.data.run_model(numbers=[call.numbered.number for call in _one_of_each_kind(dense.calls)])

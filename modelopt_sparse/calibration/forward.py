@@ -58,6 +58,7 @@ class PaddingError(ValueError):
 
 
 Side = Literal["encoder", "decoder", "image"]
+SIDES: tuple[Side, ...] = ("encoder", "decoder", "image")
 Around = Sequence[tuple[nn.Module, Side]]  # the modules around a place, the innermost first, and the side it is on
 
 
@@ -74,24 +75,44 @@ class PaddingOfCall:
 
     model: nn.Module | None = None
     notes: list[str] = field(default_factory=list)
-    told: dict[tuple[nn.Module | None, Side], Tensor | PaddingError | None] = field(default_factory=dict)
+    told: dict[tuple[Any, Side], Tensor | PaddingError | None] = field(default_factory=dict)
 
     @torch.inference_mode(False)  # an inference tensor could not be saved for a backward pass
     def tell(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> None:
         """A module is called. Where that is the model, or one of transformers, attention_mask has to be one of tokens;
-        other modules may be given one for each pair of tokens."""
+        other modules may be given one for each pair of tokens, and True may be either in theirs."""
         named, tensors = _by_name(module, args, kwargs), [x for _, x in parts_within((args, kwargs))]
         masks = {name: x for name, x in named.items() if name.endswith("mask") and _is_of_tokens(x, tensors)}
-        whole = module is self.model or isinstance(module, PreTrainedModel)
+        clear = {name: x for name, x in masks.items() if x.dtype != torch.bool or name.endswith(PADDING)}
+        if module is self.model or isinstance(module, PreTrainedModel):
+            clear = named
+        elif _of_transformers(module):
+            clear = masks
+        self._forget_masks_around(module, named)
         try:
-            for side, real in token_masks(module, named if whole else masks).items():
+            for side, real in token_masks(module, clear).items():
                 self.told[module, side] = None if real is None or real.all() else real
         except PaddingError as error:
-            self.told.update({(module, side): error for side in ("encoder", "decoder", "image")})
+            self.told.update({(module, side): error for side in SIDES})
         for name in () if self.told else masks:
             problem = f"{name!r} of {type(module).__name__} does not say whether True is padding"
-            note = f"{problem}: all rows are counted unless other masks say more (call it {OWN} or padding_mask)"
+            advice = f"call it padding_mask, or {OWN} with numbers"
+            note = f"{problem}: all rows are counted unless other masks say more ({advice})"
             self.notes += [note] if note not in self.notes else []
+
+    def _forget_masks_around(self, module: nn.Module, named: Mapping[str, Any]) -> None:
+        """Masks of the modules around one that takes its own, and of its calls before, do not go for this call of it;
+        those of torch's or transformers' encoder-decoders, which tell their parts less, do."""
+        outer = {outer for outer, _ in self.told if isinstance(outer, nn.Transformer) or is_encoder_decoder(outer)}
+        masked = any(name.endswith("mask") for name in named)
+        knows = isinstance(module, PreTrainedModel) and takes(module, OWN)
+        knows |= isinstance(module, nn.TransformerEncoder) and not masked  # a mask of pairs may say padding, too
+        if not self.told or module is self.model or not knows or any(module in {*part.modules()} for part in outer):
+            return
+        if not masked and self.told.get((self.model, "decoder")) is not None:
+            note = f"{type(module).__name__} is called without a mask in a batch with padding: all its rows are counted"
+            self.notes += [note] if note not in self.notes else []
+        self.told.update({(module, side): None for side in SIDES})
 
     def at(self, around: Around) -> Tensor | None:
         """The mask of real tokens at a place: the innermost module's around it that was told. Raises PaddingError."""
@@ -163,13 +184,18 @@ def _token_mask(named: Mapping[str, Any], name: str) -> Tensor:
     if not isinstance(mask, Tensor) or mask.dim() != 2:
         form = f"has shape {list(mask.shape)}" if isinstance(mask, Tensor) else f"is a {type(mask).__name__}"
         raise PaddingError(f"{name} {form}: give it as a tensor [batch, sequence], or set count_padding=True")
-    return mask == 0 if (mask < 0).any() else mask != 0  # numbers below zero are added to scores
+    added = mask.is_floating_point() and not (mask > 0).any()  # to scores: 0 at a token, or below
+    return mask == 0 if added or (mask < 0).any() else mask != 0
+
+
+def _of_transformers(module: nn.Module) -> bool:
+    return any(base.__module__.startswith("transformers.") for base in type(module).mro())
 
 
 def _key_padding(model: nn.Module, named: Mapping[str, Any]) -> dict[Side, Tensor | None]:
     """torch's own convention: ``*padding_mask`` [batch, sequence], True (or a number below zero) = padding. What
     modules of transformers call ``padding_mask`` is as their attention_mask: 1 = a real token."""
-    hf = any(base.__module__.startswith("transformers.") for base in type(model).mro())
+    hf = _of_transformers(model)
     real = {
         name: value != 0 if hf and name == "padding_mask" else ~value if value.dtype == torch.bool else value == 0
         for name, value in named.items()

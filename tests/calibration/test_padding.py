@@ -7,7 +7,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import BertConfig, BertModel
+from transformers import BertConfig, BertModel, VisionEncoderDecoderConfig, VisionEncoderDecoderModel, ViTConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import ModelOutput
 
@@ -418,7 +418,7 @@ MADE_INSIDE = {
     "padding_mask of blocks of transformers": (IdsOfTransformers, ID_BLOCKS),
     "of blocks, 1 = a token": (lambda: Ids(given=lambda ids: {"attention_mask": (ids != 0).long()}), ID_BLOCKS),
     "of blocks, to broadcast": (
-        lambda: Ids(given=lambda ids: {"attention_mask": (ids != 0)[:, None, None]}),
+        lambda: Ids(given=lambda ids: {"attention_mask": (ids != 0).long()[:, None, None]}),
         ID_BLOCKS,
     ),
     "of blocks, added to scores": (
@@ -430,6 +430,9 @@ MADE_INSIDE = {
 
 def zero_padded() -> list[Tensor]:
     return [batch["input_ids"].clamp_min(1) * batch["attention_mask"] for batch in padded()]
+
+
+FULL = torch.arange(1, 11).view(2, 5)  # tokens without padding
 
 
 @pytest.mark.parametrize("sequential", ["none", "block"])
@@ -444,6 +447,98 @@ def test_masks_that_the_model_makes_of_its_tokens(form, sequential):
             return (ids != 0).T if form == "tokens before the batch" else ids != 0
 
         assert_stats(found, brute_force(build().eval(), zero_padded(), blocks, real))
+
+
+class Wrapped(nn.Module):
+    """Around an encoder-decoder of transformers, whose decoder has no padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = ARCHITECTURES["t5"].build()
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, decoder_input_ids: Tensor) -> Tensor:
+        return self.model(
+            input_ids=input_ids, attention_mask=attention_mask, decoder_input_ids=decoder_input_ids
+        ).logits
+
+
+class OneForTwo(nn.Module):
+    """One model of transformers for text with a mask, and for other rows without."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = bert()
+
+    def forward(self, query: dict[str, Tensor], image: Tensor) -> Tensor:
+        return self.model(**query).pooler_output @ self.model(inputs_embeds=image).pooler_output.T
+
+
+class TwoTowers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.text, self.image = OfTorch(batch_first=True), OfTorch(batch_first=True).encoder
+
+    def forward(self, ids: Tensor, attention_mask: Tensor, image: Tensor) -> Tensor:
+        return self.text(ids).mean(1) @ self.image(image).mean(1).T
+
+
+WITHOUT_A_MASK = {  # a part of the model is called without one -> its layer, its rows, and the class that a note names
+    "the decoder": (
+        Wrapped,
+        {"decoder_input_ids": torch.ones(3, 12, dtype=torch.long)},
+        ("model.decoder.block.0.layer.2.DenseReluDense.wo", 3 * 12, None),
+    ),
+    "the second call": (
+        OneForTwo,
+        {"image": torch.randn(3, 12, 16)},
+        ("model.encoder.layer.0.intermediate.dense", int(padded()[0]["attention_mask"].sum()) + 3 * 12, "BertModel"),
+    ),
+    "the other tower": (
+        TwoTowers,
+        {"image": torch.randn(3, 12, 16)},
+        ("image.layers.0.linear1", 3 * 12, "TransformerEncoder"),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WITHOUT_A_MASK)
+def test_a_call_without_a_mask_has_none_of_other_calls(case):
+    """Though there are as many tokens as in the padded call."""
+    build, further, (layer, rows, noted) = WITHOUT_A_MASK[case]
+    batch = padded()[0]
+    if case == "the second call":
+        batch = {"query": batch}
+    elif case == "the other tower":
+        batch = {"ids": zero_padded()[0], "attention_mask": batch["attention_mask"]}
+    model = build().eval()
+    mts.sparsify(model, "wanda", data_loader=[batch | further], progress=False, include=["*.0.*"])
+    assert {entry.name: entry.tokens for entry in mts.report(model).layers}[layer] == rows
+    notes = [note for note in mts.report(model).notes if "without a mask" in note]
+    assert [note.split()[0] for note in notes] == [noted] * (noted is not None)
+
+
+def test_labels_of_an_encoder_decoder_go_for_a_decoder_that_is_called_without_a_mask():
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    decoder = BertConfig(vocab_size=VOCAB, is_decoder=True, add_cross_attention=True, **sizes)
+    config = VisionEncoderDecoderConfig.from_encoder_decoder_configs(
+        ViTConfig(image_size=8, patch_size=4, **sizes), decoder, pad_token_id=0, decoder_start_token_id=1
+    )
+    model = VisionEncoderDecoderModel(config).eval()
+    batch = {"pixel_values": torch.randn(2, 3, 8, 8), "labels": torch.tensor([[5, 6, 7, -100], [8, 9, -100, -100]])}
+    mts.sparsify(model, "wanda", data_loader=[batch], progress=False, include=["decoder.*.intermediate.*"])
+    assert [layer.tokens for layer in mts.report(model).layers] == [5]
+
+
+@pytest.mark.parametrize("batches", [[zero_padded()[0], FULL], [FULL]], ids=["one of two", "none"])
+def test_a_mask_that_is_added_to_scores_is_all_zeros_in_a_batch_without_padding(batches):
+    model = Ids(given=lambda ids: {"attention_mask": (ids == 0)[:, None, None] * -1e4})
+    mts.sparsify(model, "wanda", data_loader=batches, progress=False)
+    assert {layer.tokens for layer in mts.report(model).layers} == {int(sum((ids != 0).sum() for ids in batches))}
+
+
+def test_padding_alone_is_no_data_and_no_weight_that_its_parent_reads():
+    padding = torch.zeros(2, 5, dtype=torch.long)
+    refused(mts.sparsify, tiny_llama(), data_loader=[{"input_ids": padding, "attention_mask": padding}], match="saw no")
 
 
 def test_two_towers_have_a_mask_each():
@@ -462,14 +557,20 @@ def test_two_towers_have_a_mask_each():
     assert {stats.tokens for stats in found.values()} == {real}
 
 
-@pytest.mark.parametrize(
-    "mask", [lambda ids: ids == 0, lambda ids: (ids != 0)[:, None, None]], ids=["of two dimensions", "to broadcast"]
-)
-def test_a_mask_of_which_nothing_says_what_true_means_is_noted(mask):
-    model = Ids(given=lambda ids: {"mask": mask(ids)})
+UNCLEAR = {
+    "of two dimensions": ("mask", lambda ids: ids == 0),
+    "to broadcast": ("mask", lambda ids: (ids != 0)[:, None, None]),
+    "True = not attended to, as in torch": ("attention_mask", lambda ids: (ids == 0)[:, None]),
+}
+
+
+@pytest.mark.parametrize("case", UNCLEAR)
+def test_a_mask_of_which_nothing_says_what_true_means_is_noted(case):
+    name, mask = UNCLEAR[case]
+    model = Ids(given=lambda ids: {name: mask(ids)})
     mts.sparsify(model, "wanda", data_loader=zero_padded(), progress=False)
     (note,) = mts.report(model).notes
-    assert note.startswith("'mask' of Block does not say whether True is padding: all rows are counted")
+    assert note.startswith(f"{name!r} of Block does not say whether True is padding: all rows are counted")
     assert {layer.tokens for layer in mts.report(model).layers} == {3 * 12 + 2 * 9}
 
 
