@@ -103,6 +103,13 @@ STEPS = {
     for kind in (torch.optim.SGD, torch.optim.AdamW)
     for name, options in {"plain": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}.items()
 }
+
+
+def fused_step_whose_gradient_goes(module: nn.Linear) -> None:
+    STEPS["AdamW fused"](module)
+    module.zero_grad()
+
+
 WRITES: dict[str, Callable[[nn.Linear], object]] = {
     "add": lambda m: m.weight.add_(1),
     "copy": lambda m: m.weight.copy_(VALUES),
@@ -123,6 +130,7 @@ WRITES: dict[str, Callable[[nn.Linear], object]] = {
     "new parameter": lambda m: setattr(m, "weight", nn.Parameter(VALUES.clone())),
     **{write.__name__: write for write in (moving_average, to_another_type_and_back, another_thread, inference_mode)},
     **STEPS,
+    "fused step, gradient gone": fused_step_whose_gradient_goes,
 }
 
 
