@@ -65,8 +65,8 @@ def set_mask(module: nn.Module, name: str, mask: Tensor) -> None:
         watch(parameter_of(owner, param), owner, param)
     owner.masked_path = name.rpartition(".")[0]
     owner.count_kept()
-    rezero_all(owner, recurse=False, tell=False)
     torch.autograd.graph.increment_version(stored(owner, param))  # a forward before had other zeros
+    rezero_all(owner, recurse=False, tell=False)
     _hide_from_save_pretrained(module, name + SUFFIX, hidden=True)
     if param == "weight" and has_own_forward(owner, cls := dense_class(owner)) and is_other(owner, cls):
         warnings.warn(f"{cls.__name__}: {why_other(cls)}: masks hold in the stored weights, not in those", stacklevel=2)

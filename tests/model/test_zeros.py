@@ -267,6 +267,15 @@ def test_weights_that_autocast_has_cast_are_not_cast_again():
     assert len(casts) <= 1
 
 
+def test_a_mask_that_is_set_within_autocast_holds_in_the_next_forward():
+    """Casts of a Parameter live as long as the region, whoever writes to it."""
+    module, mask = sparse_linear()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        module(X)
+        mts.set_mask(module, "weight", torch.zeros_like(mask))
+        assert torch.equal(module(X), module.bias.bfloat16().expand(3, 8))
+
+
 @pytest.mark.parametrize("made", ["weight", "mask", "both"])
 def test_tensors_made_in_inference_mode_are_masked_in_each_call(made: str):
     """They have no version."""
