@@ -60,7 +60,7 @@ class Sparsity(ABC):
         self._autoupdate = True
         self._model: nn.Module | None = None
         self._steps: dict[torch.optim.Optimizer, int] = {}  # how many each has made
-        self._hooks: dict[Any, RemovableHandle] = {}  # of the model and of the optimizers
+        self._hooks: list[RemovableHandle] = []  # of the model until there are optimizers, then of these
         self._level_hooks: OrderedDict[int, Callable[[Any, str, float, float], object]] = OrderedDict()
 
     @abstractmethod
@@ -133,7 +133,7 @@ class Sparsity(ABC):
             self.sparse_params[weight.name] = weight.algorithm.sparse_params[weight.name] = weight
         self._model = model
         if any(weight.moves for weight in chosen):
-            self._hooks[model] = model.register_forward_pre_hook(Reminder(type(self).__name__))
+            self._hooks.append(model.register_forward_pre_hook(Reminder(type(self).__name__)))
         before = attached_report(model)
         report = Report.begin(plan.skipped, plan.notes, {SETTING: {"step": step, **self._describe_members()}})
         report.layers = [_entry(weight) for weight in chosen]
@@ -171,20 +171,21 @@ class Sparsity(ABC):
         trained = [weight for weight in self.sparse_params.values() if id(weight.parameter) in parameters]
         if not trained:
             raise ValueError(f"this {type(optimizer).__name__} holds no sparse parameter: use model.parameters()")
+        if not self._steps:
+            self.release()
         self._steps[optimizer] = self.step
         for weight in trained:
             weight.optimizers.append(optimizer)
             weight.zero()
-        if self._model in self._hooks:
-            self._hooks.pop(self._model).remove()
-        self._hooks[optimizer] = optimizer.register_step_post_hook(self._after_step)
+        self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
+        self._hooks.append(optimizer.register_step_post_hook(self._after_step))
         self._let_gradients_through()
 
     def release(self) -> None:
         """Let go of all optimizers: masks stay, and move no more until `apply` gets an optimizer."""
-        for optimizer in self._steps:
-            self._hooks.pop(optimizer).remove()
-        self._steps = {}
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self._steps = [], {}
         for weight in self.sparse_params.values():
             weight.optimizers.clear()
 
@@ -192,11 +193,9 @@ class Sparsity(ABC):
         """Make the parameters plain again, with their zeros baked in, and take all hooks away. State of optimizers
         stays, so that dense training can go on. Before `apply` it does nothing."""
         self.release()
-        for hook in self._hooks.values():
-            hook.remove()
         if self._model is not None:
             remove_masks(self._model, self._names())
-        self._hooks, self._model = {}, None
+        self._model = None
         for algorithm in (self, *self.algorithms()):
             algorithm.sparse_params = {}
 
@@ -222,18 +221,29 @@ class Sparsity(ABC):
                 stacklevel=2,
             )
 
+    def _trained_by(self, optimizer: torch.optim.Optimizer) -> list[SparseParameter]:
+        return [weight for weight in self.sparse_params.values() if optimizer in weight.optimizers]
+
     def _names(self) -> set[str]:
         return {name for weight in self.sparse_params.values() for name in weight.holders}
 
+    @torch.no_grad()
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Until `_after_step` the optimizer sees no gradients at pruned places, but those that its closure makes."""
+        if not any(map(callable, (*args[1:], *kwargs.values()))):
+            for weight in self._trained_by(optimizer):
+                weight.hide_faint()
+
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """One optimizer has made a step; with the last of them, the step is finished and masks may move."""
+        for weight in self._trained_by(optimizer):
+            weight.show_faint()
         self._forget_plain()
         overflow = getattr(optimizer, "found_inf", None)  # a GradScaler tells a fused optimizer to skip its step
         if not self.sparse_params or (isinstance(overflow, Tensor) and bool(overflow.item())):
             return
-        for weight in self.sparse_params.values():
-            if optimizer in weight.optimizers:
-                weight.zero()  # by the old mask, so that what grows in this step starts at 0.0
+        for weight in self._trained_by(optimizer):
+            weight.zero()  # by the old mask, so that what grows in this step starts at 0.0
         self._steps[optimizer] += 1
         finished = min(self._steps.values())
         if finished > self.step:
