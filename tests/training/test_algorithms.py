@@ -524,6 +524,15 @@ def test_sparse_embeddings_and_float16_are_refused():
         training.SET(0.5).apply(nn.Linear(8, 8).half())
 
 
+def test_gradients_that_float16_has_lost_are_told():
+    """Whatever came before the optimizer: weights, a policy of FSDP, or DDP's compression."""
+    model = nn.Linear(8, 8)
+    optimizer = applied(training.RigL(0.5, include="weight", update=1), model)
+    model.half()(torch.randn(4, 8).half()).sum().backward()
+    with pytest.warns(UserWarning, match="'weight' first. have no gradient at any pruned place: float16 weights, FSDP"):
+        optimizer.step()
+
+
 def test_a_plan_works_on_meta_and_apply_does_not():
     with torch.device("meta"):
         model = nn.Linear(8, 8)
