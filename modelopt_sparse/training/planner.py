@@ -47,7 +47,7 @@ from modelopt_sparse.reports.report import attached_report
 from modelopt_sparse.reports.text import Column, Printed, by_reason, first_few, paragraph, product_of, rows_of, table
 from modelopt_sparse.reports.values import REPLACED, Skipped
 from modelopt_sparse.run import calibrating
-from modelopt_sparse.training.updates import AtSteps, EveryFew
+from modelopt_sparse.training.updates import AtSteps
 
 BLOCKS, DEFAULT = "blocks", "default"
 DENSE_WORDS = ("embedding", "norm", "lm_head")  # in a parameter's name; those of the Cerebras Model Zoo
@@ -453,8 +453,7 @@ def _notes(
             "init_method='topk', which keeps the largest, or 'from_zeros'"
         )
     for algorithm in algorithms:
-        stop = algorithm.when.stop if isinstance(algorithm.when, EveryFew) else None
-        if stop is not None and not any(map(algorithm.when.fires, range(1, stop))):
+        if algorithm.when != AtSteps(()) and algorithm.when.last < 1:
             notes.append(f"masks of {algorithm!r} never move: update stops before it comes to a step")
     return tuple(notes)
 

@@ -13,6 +13,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,14 @@ from modelopt_sparse.checkpoint.save import add_masks, restore
 from modelopt_sparse.distributed import first_difference, is_fully_sharded
 from modelopt_sparse.model.devices import count_nonzero, unwrapped
 from modelopt_sparse.model.find import model_inside, usable
-from modelopt_sparse.model.masking import SUFFIX, named_masks, pass_pruned_gradients, remove_masks, set_mask
+from modelopt_sparse.model.masking import (
+    SUFFIX,
+    MaskedParameter,
+    named_masks,
+    pass_pruned_gradients,
+    remove_masks,
+    set_mask,
+)
 from modelopt_sparse.reports.report import Report, attach_report, attached_report, merged_report
 from modelopt_sparse.reports.values import LayerReport
 from modelopt_sparse.training.planner import Filter, SparseParameter, TrainingPlan, levels_at, plan_training
@@ -61,6 +69,7 @@ class Sparsity(ABC):
         self._model: nn.Module | None = None
         self._steps: dict[torch.optim.Optimizer, int] = {}  # how many each has made
         self._hooks: list[RemovableHandle] = []  # of the model until there are optimizers, then of these
+        self._reminders: dict[torch.optim.Optimizer, StepReminder] = {}
         self._level_hooks: OrderedDict[int, Callable[[Any, str, float, float], object]] = OrderedDict()
 
     @abstractmethod
@@ -179,13 +188,21 @@ class Sparsity(ABC):
             weight.zero()
         self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
         self._hooks.append(optimizer.register_step_post_hook(self._after_step))
+        watched = [
+            x.parameter for x in trained if isinstance(x.parameter, MaskedParameter) and x.parameter.requires_grad
+        ]
+        if watched:
+            text = f"the {type(optimizer).__name__} that has this {type(self).__name__}"
+            self._reminders[optimizer] = StepReminder(watched[0], text)
+            self._hooks.append(watched[0].register_hook(self._reminders[optimizer]))
+            self._remind(optimizer)
         self._let_gradients_through()
 
     def release(self) -> None:
         """Let go of all optimizers: masks stay, and move no more until `apply` gets an optimizer."""
         for hook in self._hooks:
             hook.remove()
-        self._hooks, self._steps = [], {}
+        self._hooks, self._steps, self._reminders = [], {}, {}
         for weight in self.sparse_params.values():
             weight.optimizers.clear()
 
@@ -227,6 +244,11 @@ class Sparsity(ABC):
     def _names(self) -> set[str]:
         return {name for weight in self.sparse_params.values() for name in weight.holders}
 
+    def _remind(self, optimizer: torch.optim.Optimizer) -> None:
+        """Warn if this optimizer makes no steps from now on, while there are masks to move."""
+        if reminder := self._reminders.get(optimizer):
+            reminder.wait(any(self.step < algorithm.when.last for algorithm in self.algorithms()))
+
     @torch.no_grad()
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Until `_after_step` the optimizer sees no gradients at pruned places, but those that its closure makes."""
@@ -257,6 +279,7 @@ class Sparsity(ABC):
                 problem = f"the mask of {name!r} is not the same in rank {rank} as here, at step {self.step}"
                 raise RuntimeError(f"{problem}: use DDP or FSDP")
             self._tell_levels()
+        self._remind(optimizer)
 
     def _set_step(self, step: int) -> None:
         for algorithm in (self, *self.algorithms()):
@@ -392,6 +415,30 @@ class Reminder:
             self.forwards += 1
             if self.forwards == 2 and any(named_masks(model)):
                 warnings.warn(f"masks will not move: apply this {self.algorithm} to the optimizers, too", stacklevel=2)
+
+
+@dataclass
+class StepReminder:
+    """A hook on a Parameter that warns, once, if it goes on changing in training and its optimizer makes no steps.
+
+    version: of the Parameter when it was seen last. left: at which change from now on it warns; 0: no more.
+    """
+
+    parameter: nn.Parameter
+    optimizer: str
+    version: int = 0
+    left: int = 0
+
+    def wait(self, moves: bool) -> None:
+        """The optimizer has made a step, and others are to come if masks still move."""
+        self.version, self.left = self.parameter._version, 3 * moves  # loads and perturbations may change it as well
+
+    def __call__(self, _: Tensor) -> None:
+        before, self.version = self.version, self.parameter._version
+        self.left -= before != self.version
+        if before != self.version and self.left == 0:
+            problem = f"masks do not move: weights change without steps of {self.optimizer}"
+            warnings.warn(f"{problem}: release(), then apply it to the optimizer whose step is called", stacklevel=2)
 
 
 @torch.no_grad()
