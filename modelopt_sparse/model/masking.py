@@ -65,8 +65,8 @@ def set_mask(module: nn.Module, name: str, mask: Tensor) -> None:
         watch(parameter_of(owner, param), owner, param)
     owner.masked_path = name.rpartition(".")[0]
     owner.count_kept()
-    rezero_all(owner, recurse=False, tell=False)
     torch.autograd.graph.increment_version(stored(owner, param))  # a forward before had other zeros
+    rezero_all(owner, recurse=False, tell=False)
     _hide_from_save_pretrained(module, name + SUFFIX, hidden=True)
     if param == "weight" and has_own_forward(owner, cls := dense_class(owner)) and is_other(owner, cls):
         warnings.warn(f"{cls.__name__}: {why_other(cls)}: masks hold in the stored weights, not in those", stacklevel=2)
@@ -482,8 +482,8 @@ def _masked(module: SparseModule, name: str, weight: Any) -> Any:
 # the last time. torch counts the in-place writes to a tensor, its version. Three kinds of writes it does not count:
 #
 # - through ``.data``: a `MaskedParameter` notices that somebody asks for it;
-# - by torch's fused optimizers: they need a gradient, so a weight that has one is not trusted, nor is a weight after a
-#   forward or backward pass with gradients;
+# - by torch's fused optimizers: they need a gradient, so a weight that has one is not trusted, nor is a weight that has
+#   got one since, from a backward pass or by hand;
 # - to weights that are put into the module for the length of a call (`functional_call`, FSDP, accelerate): only a
 #   Parameter that is registered with the module is trusted.
 #
@@ -500,6 +500,9 @@ class Zeroed(NamedTuple):
     mask_version: int
     version: int
     plain: Tensor
+
+
+GRAD: Any = torch.Tensor.grad  # a descriptor, declared as a tensor
 
 
 class MaskedParameter(nn.Parameter):
@@ -524,6 +527,12 @@ class MaskedParameter(nn.Parameter):
     def data(self, value: Tensor) -> None:
         self.zeroed = None
         torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]  # a descriptor, declared as a tensor
+
+    def _set_grad(self, value: Tensor | None) -> None:
+        self.zeroed = None  # gradients by hand come without a backward pass
+        GRAD.__set__(self, value)
+
+    grad = property(GRAD.__get__, _set_grad, GRAD.__delete__)  # type: ignore[assignment]
 
     def untyped_storage(self) -> torch.UntypedStorage:
         self.zeroed = None
@@ -604,7 +613,7 @@ def is_zeroed(weight: Tensor, mask: Tensor) -> bool:
         and zeroed.mask is mask
         and zeroed.mask_version == mask._version
         and zeroed.version == weight._version
-        and weight.grad is None
+        and GRAD.__get__(weight) is None
         and not (mask.is_cuda and torch.cuda.is_current_stream_capturing())  # a plain tensor answers faster
     )
 

@@ -162,6 +162,7 @@ class DynamicSparsityAlgorithm(SparsityAlgorithm):
     def update(self) -> None:
         """Move the masks of all parameters that the algorithm has, by the present step."""
         levels = levels_at(self.step, self.sparse_params.values())
+        lost = []
         for name, weight in self.sparse_params.items():
             if weight.still:
                 continue
@@ -170,6 +171,9 @@ class DynamicSparsityAlgorithm(SparsityAlgorithm):
                 gradient = weight.gradient
                 if gradient is None:
                     raise RuntimeError(f"{name!r} has no gradient after step {self.step}: keep it until then")
+                came = gradient != 0
+                if (came & weight.mask).any() and not weight.mask.all() and not (came & ~weight.mask).any():
+                    lost.append(name)
                 matrix = matrix.clone(memory_format=torch.contiguous_format)
                 matrix.grad = weight.layer.matrix(gradient).to(matrix.dtype)
             for label, values in (("weight", matrix), ("gradient of", matrix.grad)):
@@ -178,6 +182,10 @@ class DynamicSparsityAlgorithm(SparsityAlgorithm):
             self.generator = generator_for(self.seed, name, self.step)
             mask = self.update_mask(matrix, weight.layer.matrix(weight.mask), levels[name])
             weight.mask = weight.layer.unmatrix(mask).contiguous()
+        if lost:
+            causes = "float16 weights, FSDP's MixedPrecisionPolicy(float16) and fp16_compress_hook lose them"
+            problem = f"{len(lost)} weights ({lost[0]!r} first) have no gradient at any pruned place"
+            warnings.warn(f"{problem}: {causes}: use bfloat16 or float32", stacklevel=2)
 
     def describe(self) -> dict[str, Any]:
         return {**super().describe(), "update": plain(self.when)}

@@ -21,7 +21,7 @@ from torch.utils.flop_counter import flop_registry
 from transformers import PreTrainedModel
 
 from modelopt_sparse.checks import grouped, shown
-from modelopt_sparse.distributed import full
+from modelopt_sparse.distributed import full, mask_like
 from modelopt_sparse.methods.patterns import Unstructured, count_zeros, level_of
 from modelopt_sparse.methods.scores import Magnitude
 from modelopt_sparse.model.devices import count_nonzero, flat_tensors, full_name, unwrapped
@@ -35,6 +35,7 @@ from modelopt_sparse.model.masking import (
     SparseModule,
     dense_class,
     dense_gradient,
+    masked_copy,
     refuse_what_cannot_be_sparse,
     rezero_all,
     update_mask,
@@ -46,7 +47,7 @@ from modelopt_sparse.reports.report import attached_report
 from modelopt_sparse.reports.text import Column, Printed, by_reason, first_few, paragraph, product_of, rows_of, table
 from modelopt_sparse.reports.values import REPLACED, Skipped
 from modelopt_sparse.run import calibrating
-from modelopt_sparse.training.updates import AtSteps, EveryFew
+from modelopt_sparse.training.updates import AtSteps
 
 BLOCKS, DEFAULT = "blocks", "default"
 DENSE_WORDS = ("embedding", "norm", "lm_head")  # in a parameter's name; those of the Cerebras Model Zoo
@@ -67,6 +68,7 @@ class SparseParameter:
     algorithm: trains it sparse. None: it stays dense.
     optimizers: train it, and hold state to be zeroed with it.
     still: whether its mask stays as it is, for optimizers train others and not it.
+    faint: its gradient with what reaches pruned places, while an optimizer makes a step without that.
     """
 
     model: nn.Module
@@ -76,6 +78,7 @@ class SparseParameter:
     algorithm: Any = None
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
     still: bool = False
+    faint: Tensor | None = None
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -132,6 +135,18 @@ class SparseParameter:
         """Its gradient at all places, on steps that let gradients through; gathered if it is sharded."""
         gradient = self.parameter.grad
         return None if gradient is None else dense_gradient(full(gradient.detach()), self.mask)
+
+    def hide_faint(self) -> None:
+        """Give the optimizer a gradient that is zero at pruned places: it may divide by the mean of a row or column."""
+        gradient = self.parameter.grad
+        is_faint = self.layer.param in getattr(self.layer.owner, "faint_parameters", ())
+        if is_faint and gradient is not None and gradient.layout == torch.strided:
+            self.faint, self.parameter.grad = gradient, masked_copy(gradient, mask_like(self.mask, gradient))
+
+    def show_faint(self) -> None:
+        """End `hide_faint`."""
+        if self.faint is not None:
+            self.parameter.grad, self.faint = self.faint, None
 
     def zero(self) -> None:
         """Write +0.0 to pruned places of the weight and of its optimizers' state."""
@@ -438,8 +453,7 @@ def _notes(
             "init_method='topk', which keeps the largest, or 'from_zeros'"
         )
     for algorithm in algorithms:
-        stop = algorithm.when.stop if isinstance(algorithm.when, EveryFew) else None
-        if stop is not None and not any(map(algorithm.when.fires, range(1, stop))):
+        if algorithm.when != AtSteps(()) and algorithm.when.last < 1:
             notes.append(f"masks of {algorithm!r} never move: update stops before it comes to a step")
     return tuple(notes)
 

@@ -13,6 +13,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,14 @@ from modelopt_sparse.checkpoint.save import add_masks, restore
 from modelopt_sparse.distributed import first_difference, is_fully_sharded
 from modelopt_sparse.model.devices import count_nonzero, unwrapped
 from modelopt_sparse.model.find import model_inside, usable
-from modelopt_sparse.model.masking import SUFFIX, named_masks, pass_pruned_gradients, remove_masks, set_mask
+from modelopt_sparse.model.masking import (
+    SUFFIX,
+    MaskedParameter,
+    named_masks,
+    pass_pruned_gradients,
+    remove_masks,
+    set_mask,
+)
 from modelopt_sparse.reports.report import Report, attach_report, attached_report, merged_report
 from modelopt_sparse.reports.values import LayerReport
 from modelopt_sparse.training.planner import Filter, SparseParameter, TrainingPlan, levels_at, plan_training
@@ -60,7 +68,8 @@ class Sparsity(ABC):
         self._autoupdate = True
         self._model: nn.Module | None = None
         self._steps: dict[torch.optim.Optimizer, int] = {}  # how many each has made
-        self._hooks: dict[Any, RemovableHandle] = {}  # of the model and of the optimizers
+        self._hooks: list[RemovableHandle] = []  # of the model until there are optimizers, then of these
+        self._reminders: dict[torch.optim.Optimizer, StepReminder] = {}
         self._level_hooks: OrderedDict[int, Callable[[Any, str, float, float], object]] = OrderedDict()
 
     @abstractmethod
@@ -133,7 +142,7 @@ class Sparsity(ABC):
             self.sparse_params[weight.name] = weight.algorithm.sparse_params[weight.name] = weight
         self._model = model
         if any(weight.moves for weight in chosen):
-            self._hooks[model] = model.register_forward_pre_hook(Reminder(type(self).__name__))
+            self._hooks.append(model.register_forward_pre_hook(Reminder(type(self).__name__)))
         before = attached_report(model)
         report = Report.begin(plan.skipped, plan.notes, {SETTING: {"step": step, **self._describe_members()}})
         report.layers = [_entry(weight) for weight in chosen]
@@ -171,20 +180,29 @@ class Sparsity(ABC):
         trained = [weight for weight in self.sparse_params.values() if id(weight.parameter) in parameters]
         if not trained:
             raise ValueError(f"this {type(optimizer).__name__} holds no sparse parameter: use model.parameters()")
+        if not self._steps:
+            self.release()
         self._steps[optimizer] = self.step
         for weight in trained:
             weight.optimizers.append(optimizer)
             weight.zero()
-        if self._model in self._hooks:
-            self._hooks.pop(self._model).remove()
-        self._hooks[optimizer] = optimizer.register_step_post_hook(self._after_step)
+        self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
+        self._hooks.append(optimizer.register_step_post_hook(self._after_step))
+        watched = [
+            x.parameter for x in trained if isinstance(x.parameter, MaskedParameter) and x.parameter.requires_grad
+        ]
+        if watched:
+            text = f"the {type(optimizer).__name__} that has this {type(self).__name__}"
+            self._reminders[optimizer] = StepReminder(watched[0], text)
+            self._hooks.append(watched[0].register_hook(self._reminders[optimizer]))
+            self._remind(optimizer)
         self._let_gradients_through()
 
     def release(self) -> None:
         """Let go of all optimizers: masks stay, and move no more until `apply` gets an optimizer."""
-        for optimizer in self._steps:
-            self._hooks.pop(optimizer).remove()
-        self._steps = {}
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self._steps, self._reminders = [], {}, {}
         for weight in self.sparse_params.values():
             weight.optimizers.clear()
 
@@ -192,11 +210,9 @@ class Sparsity(ABC):
         """Make the parameters plain again, with their zeros baked in, and take all hooks away. State of optimizers
         stays, so that dense training can go on. Before `apply` it does nothing."""
         self.release()
-        for hook in self._hooks.values():
-            hook.remove()
         if self._model is not None:
             remove_masks(self._model, self._names())
-        self._hooks, self._model = {}, None
+        self._model = None
         for algorithm in (self, *self.algorithms()):
             algorithm.sparse_params = {}
 
@@ -222,18 +238,34 @@ class Sparsity(ABC):
                 stacklevel=2,
             )
 
+    def _trained_by(self, optimizer: torch.optim.Optimizer) -> list[SparseParameter]:
+        return [weight for weight in self.sparse_params.values() if optimizer in weight.optimizers]
+
     def _names(self) -> set[str]:
         return {name for weight in self.sparse_params.values() for name in weight.holders}
 
+    def _remind(self, optimizer: torch.optim.Optimizer) -> None:
+        """Warn if this optimizer makes no steps from now on, while there are masks to move."""
+        if reminder := self._reminders.get(optimizer):
+            reminder.wait(any(self.step < algorithm.when.last for algorithm in self.algorithms()))
+
+    @torch.no_grad()
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Until `_after_step` the optimizer sees no gradients at pruned places, but those that its closure makes."""
+        if not any(map(callable, (*args[1:], *kwargs.values()))):
+            for weight in self._trained_by(optimizer):
+                weight.hide_faint()
+
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """One optimizer has made a step; with the last of them, the step is finished and masks may move."""
+        for weight in self._trained_by(optimizer):
+            weight.show_faint()
         self._forget_plain()
         overflow = getattr(optimizer, "found_inf", None)  # a GradScaler tells a fused optimizer to skip its step
         if not self.sparse_params or (isinstance(overflow, Tensor) and bool(overflow.item())):
             return
-        for weight in self.sparse_params.values():
-            if optimizer in weight.optimizers:
-                weight.zero()  # by the old mask, so that what grows in this step starts at 0.0
+        for weight in self._trained_by(optimizer):
+            weight.zero()  # by the old mask, so that what grows in this step starts at 0.0
         self._steps[optimizer] += 1
         finished = min(self._steps.values())
         if finished > self.step:
@@ -247,6 +279,7 @@ class Sparsity(ABC):
                 problem = f"the mask of {name!r} is not the same in rank {rank} as here, at step {self.step}"
                 raise RuntimeError(f"{problem}: use DDP or FSDP")
             self._tell_levels()
+        self._remind(optimizer)
 
     def _set_step(self, step: int) -> None:
         for algorithm in (self, *self.algorithms()):
@@ -382,6 +415,30 @@ class Reminder:
             self.forwards += 1
             if self.forwards == 2 and any(named_masks(model)):
                 warnings.warn(f"masks will not move: apply this {self.algorithm} to the optimizers, too", stacklevel=2)
+
+
+@dataclass
+class StepReminder:
+    """A hook on a Parameter that warns, once, if it goes on changing in training and its optimizer makes no steps.
+
+    version: of the Parameter when it was seen last. left: at which change from now on it warns; 0: no more.
+    """
+
+    parameter: nn.Parameter
+    optimizer: str
+    version: int = 0
+    left: int = 0
+
+    def wait(self, moves: bool) -> None:
+        """The optimizer has made a step, and others are to come if masks still move."""
+        self.version, self.left = self.parameter._version, 3 * moves  # loads and perturbations may change it as well
+
+    def __call__(self, _: Tensor) -> None:
+        before, self.version = self.version, self.parameter._version
+        self.left -= before != self.version
+        if before != self.version and self.left == 0:
+            problem = f"masks do not move: weights change without steps of {self.optimizer}"
+            warnings.warn(f"{problem}: release(), then apply it to the optimizer whose step is called", stacklevel=2)
 
 
 @torch.no_grad()

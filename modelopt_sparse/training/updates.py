@@ -14,7 +14,7 @@ import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -176,6 +176,14 @@ class EveryFew:
         if self.stop is not None:
             check_whole("update: stop", self.stop, 0)
 
+    @property
+    def last(self) -> float:
+        """The last step with an update; -1: none has one."""
+        if self.stop is None:
+            return math.inf
+        steps = range(self.start, self.stop, self.freq)
+        return steps[-1] if steps else -1
+
     def fires(self, step: int) -> bool:
         return self.start <= step and (self.stop is None or step < self.stop) and (step - self.start) % self.freq == 0
 
@@ -191,6 +199,11 @@ class AtSteps:
 
     steps: tuple[int, ...]
 
+    @property
+    def last(self) -> float:
+        """The last step with an update; -1: none has one."""
+        return max(self.steps, default=-1)
+
     def fires(self, step: int) -> bool:
         return step in self.steps
 
@@ -201,9 +214,10 @@ class AtSteps:
 
 @dataclass(frozen=True)
 class When:
-    """Updates at the steps for which a function returns True."""
+    """Updates at the steps for which a function returns True. ``last``: nobody knows the last one."""
 
     function: Callable[[int], Any]
+    last: ClassVar[float] = math.inf
 
     def fires(self, step: int) -> bool:
         return bool(self.function(step))

@@ -103,6 +103,13 @@ STEPS = {
     for kind in (torch.optim.SGD, torch.optim.AdamW)
     for name, options in {"plain": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}.items()
 }
+
+
+def fused_step_whose_gradient_goes(module: nn.Linear) -> None:
+    STEPS["AdamW fused"](module)
+    module.zero_grad()
+
+
 WRITES: dict[str, Callable[[nn.Linear], object]] = {
     "add": lambda m: m.weight.add_(1),
     "copy": lambda m: m.weight.copy_(VALUES),
@@ -123,6 +130,7 @@ WRITES: dict[str, Callable[[nn.Linear], object]] = {
     "new parameter": lambda m: setattr(m, "weight", nn.Parameter(VALUES.clone())),
     **{write.__name__: write for write in (moving_average, to_another_type_and_back, another_thread, inference_mode)},
     **STEPS,
+    "fused step, gradient gone": fused_step_whose_gradient_goes,
 }
 
 
@@ -257,6 +265,15 @@ def test_weights_that_autocast_has_cast_are_not_cast_again():
             module(X)
             module(X)
     assert len(casts) <= 1
+
+
+def test_a_mask_that_is_set_within_autocast_holds_in_the_next_forward():
+    """Casts of a Parameter live as long as the region, whoever writes to it."""
+    module, mask = sparse_linear()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        module(X)
+        mts.set_mask(module, "weight", torch.zeros_like(mask))
+        assert torch.equal(module(X), module.bias.bfloat16().expand(3, 8))
 
 
 @pytest.mark.parametrize("made", ["weight", "mask", "both"])

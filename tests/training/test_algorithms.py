@@ -188,15 +188,20 @@ def test_gradients_reach_pruned_places_only_on_the_step_before_an_update():
     assert faint == [False, False, True, False, False, True]
 
 
-def test_without_drops_rigl_trains_as_static_does_to_the_bit():
-    """Faint gradients reach nothing but the choice of what grows."""
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [(torch.optim.AdamW, {}), (Adafactor, {"relative_step": False, "scale_parameter": False})],
+    ids=["adamw", "adafactor"],
+)
+def test_without_drops_rigl_trains_as_static_does_to_the_bit(kind, options):
+    """Faint gradients reach nothing but the choice of what grows. Adafactor divides by means of rows and columns."""
     states = []
     for build in (
-        lambda: training.RigL(0.75, include=LAYERS, drop_fraction=0.0, update=1, init_method="topk"),
-        lambda: training.Static(0.75, include=LAYERS, init_method="topk"),
+        lambda: training.RigL(0.9, include=LAYERS, drop_fraction=0.0, update=1, init_method="topk"),
+        lambda: training.Static(0.9, include=LAYERS, init_method="topk"),
     ):
         model = Zoo()
-        optimizer = applied(build(), model, torch.optim.AdamW, lr=1e-2)
+        optimizer = applied(build(), model, kind, lr=1e-2, **options)
         for step in range(5):
             optimizer.zero_grad()
             loss_of(model, batch(step)).backward()
@@ -517,6 +522,15 @@ def test_sparse_embeddings_and_float16_are_refused():
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         training.SET(0.5).apply(nn.Linear(8, 8).half())
+
+
+def test_gradients_that_float16_has_lost_are_told():
+    """Whatever came before the optimizer: weights, a policy of FSDP, or DDP's compression."""
+    model = nn.Linear(8, 8)
+    optimizer = applied(training.RigL(0.5, include="weight", update=1), model)
+    model.half()(torch.randn(4, 8).half()).sum().backward()
+    with pytest.warns(UserWarning, match="'weight' first. have no gradient at any pruned place: float16 weights, FSDP"):
+        optimizer.step()
 
 
 def test_a_plan_works_on_meta_and_apply_does_not():

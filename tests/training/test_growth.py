@@ -134,6 +134,29 @@ def test_without_an_optimizer_the_second_forward_warns():
             quiet(x)
 
 
+def test_an_optimizer_that_makes_no_steps_is_told():
+    """One that was made anew, or that wraps the one whose step is called."""
+    model = Mlp()
+    sparsity = training.SET(0.5, include="*weight", scope="matrix", update={"freq": 1, "stop": 8})
+    first = applied(sparsity, model)
+    for _ in range(3):  # accumulated gradients, and a step at last
+        model(torch.randn(2, 24)).sum().backward()
+    step(model, first)
+    anew = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        step(model, anew)
+    with pytest.warns(UserWarning, match="masks do not move: weights change without steps of the SGD that has this"):
+        step(model, anew)
+    sparsity.release()
+    sparsity.apply(anew)
+    before = masks_of(model)
+    for _ in range(7):
+        step(model, anew)
+    assert not torch.equal(model.first.weight_mask, before["first.weight"])
+    for _ in range(5):  # no mask is to move any more
+        step(model, first)
+
+
 @pytest.mark.parametrize("how", ["export", "export a part", "remove"])
 def test_dense_training_follows_sparse_training(how):
     """Guide: sparse pre-training, then dense training with the same optimizer."""
