@@ -197,6 +197,7 @@ def test_refused_with_the_model_untouched(case):
 
 MODELS = {
     "places": (lambda: shrinkable("ScaledByPlace"), {"blocks": [1]}, "depend on their index"),
+    "near places": (lambda: shrinkable("ScaledByPlace"), {"blocks": [2]}, "depend on their index"),
     "norm": (lambda: shrinkable("NormedLlama"), {"mlp": 0.25}, "not of channels between two linear layers"),
     "softmax": (lambda: shrinkable("SoftmaxLlama"), {"mlp": 0.25}, "MLPs cannot be cut"),
     "sparse": (lambda: mts.sparsify(shrinkable("Llama"), "magnitude", pattern="2:4"), {"mlp": 0.25}, "is sparse"),
@@ -210,6 +211,22 @@ def test_models_that_are_refused(case):
     make, options, problem = MODELS[case]
     with pytest.raises(ValueError, match=problem):
         mts.shrink(make(), **options, **LOADER, progress=False)
+
+
+def test_a_loss_does_not_stand_for_what_the_model_puts_out():
+    """By chance a loss may be what it was, though channels that are cut are not as zeros in their place."""
+    for seed in range(6):
+        torch.manual_seed(seed)
+        batches = [{"input_ids": ids, "labels": ids} for ids in torch.randint(3, 97, (3, 2, 16))]
+        with pytest.raises(ValueError, match="MLPs cannot be cut"):
+            mts.shrink(shrinkable("SoftmaxLlama"), mlp=0.25, data_loader=batches, progress=False)
+
+
+@pytest.mark.parametrize("name", ["Llama", "T5/T5ForConditionalGeneration"])
+def test_a_smaller_model_is_distilled_without_its_own_loss(name):
+    batches = [{"input_ids": ids, "labels": ids} for ids in torch.randint(3, 97, (6, 2, 16))]
+    model = mts.shrink(shrinkable(name), mlp=0.25, distill=1, data_loader=batches, progress=False)
+    assert "distilled" in mts.report(model).shrunk.kl
 
 
 @pytest.mark.filterwarnings("ignore:stack 'model.layers' is calibrated through the whole model")

@@ -62,8 +62,11 @@ class Teacher:
         model, answers, head_inputs = data.run.model, list[Tensor](), list[Tensor]()
         first: list[Output] = []
         assert data.calls is not None
-        data = replace(data, calls=[_without_loss(model, call) for call in data.calls], metrics={})
+        data = replace(data, calls=[without_loss(model, call) for call in data.calls], metrics={})
         head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
+        pruned = {module for x in data.run.plan.layers for module in (x.layer.owner, *x.layer.tied_modules)}
+        if head is not None and not pruned.isdisjoint(head.modules()):
+            head = None  # it will be another one
 
         def before_head(module: nn.Module, args: tuple) -> None:
             head_inputs[:] = [args[0]]
@@ -198,7 +201,7 @@ def distill_from(teacher: Teacher, run: Run) -> None:
     run.report.distilled(Distilled(before, best, epoch, round(time.perf_counter() - began, 3), notes))
 
 
-def _without_loss(model: nn.Module, call: Call) -> Call:
+def without_loss(model: nn.Module, call: Call) -> Call:
     """The call without arguments of the model's own loss, whose batch would have another size."""
     kwargs = {name: value for name, value in call.kwargs.items() if name not in OF_THE_LOSS}
     labels = call.kwargs.get("labels")

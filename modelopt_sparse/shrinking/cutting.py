@@ -11,18 +11,20 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from modelopt_sparse.accuracy.distill import without_loss
 from modelopt_sparse.accuracy.tuning import called_with
 from modelopt_sparse.calibration.forward import CalibrationData
 from modelopt_sparse.methods.scores import Magnitude
 from modelopt_sparse.model.devices import flat_tensors, forwards_replaced
 from modelopt_sparse.plan.plan import Plan
 from modelopt_sparse.plan.planner import plan_for
+from modelopt_sparse.run import Run
 from modelopt_sparse.shrinking.resize import ChannelGroup, ExpertGroup, clone, resize_module, select, write_aliases
 from modelopt_sparse.shrinking.sizes import TargetSizes
 
 # what rounding may change: of channels as a share of what zeros in their place change, of experts in another order as a
-# share of what matrices of other experts change
-SAME = 0.1
+# share of what matrices of other experts change. Without blocks the others are called as they were: nothing is rounded
+SAME, SAME_IN_16_BITS = 0.001, 0.1
 CHANGED = "the model computes something else with"
 
 
@@ -84,8 +86,15 @@ def changed_in_calls(
 
 
 def first_output(data: CalibrationData) -> Tensor:
-    """The first tensor that the model puts out in the first call of this process, without NaN and inf."""
+    """The first tensor that the model puts out in the first call of this process, without NaN and inf. Not its loss."""
+    data = replace(data, calls=[without_loss(data.run.model, call) for call in (data.calls or ())[:1]])
     return torch.nan_to_num(flat_tensors(data.output_of(0)[0])[0].float(), posinf=0, neginf=0)
+
+
+def rounding(run: Run) -> float:
+    """The share that rounding may change."""
+    model: Any = run.model
+    return SAME if run.config.autocast is None and model.dtype.itemsize > 2 else SAME_IN_16_BITS
 
 
 # the cut --------------------------------------------------------------------------------------------------------------
@@ -146,7 +155,7 @@ class Cutting:
                 raise ValueError(f"this {type(model).__name__} cannot be called with fewer experts: {error}") from error
             # not of what fewer experts change, which is as little as rounding in bfloat16 where one of many goes
             changed, wrong = (reordered(order) - dense for order in (permute_experts, swap_outputs_only))
-            differs = not float(changed.norm()) <= SAME * float(wrong.norm())
+            differs = not float(changed.norm()) <= rounding(data.run) * float(wrong.norm())
         if any(data.run.processes.all_gather("how the model is cut", differs)):
             raise ValueError(f"{CHANGED} its experts in another order: none of them can go")
 
@@ -190,7 +199,8 @@ class Cutting:
                 narrow = first_output(replace(data, run=run))
             with skipped(model, self.gone), self.tried_in(model):
                 wanted = first_output(data)
-            differs = not float((narrow - wanted).norm()) <= SAME * float((wanted - dense).norm())
+            bound = rounding(data.run) if self.choices else SAME
+            differs = not float((narrow - wanted).norm()) <= bound * float((wanted - dense).norm())
         return any(data.run.processes.all_gather("how the model is cut", differs))
 
     def tried_in(self, model: nn.Module, *, values: bool = False) -> AbstractContextManager[None]:

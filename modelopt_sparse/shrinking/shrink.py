@@ -207,7 +207,7 @@ def _shrink(data: CalibrationData, sizes: TargetSizes, request: ShrinkRequest) -
         judge.measure("reconstructed", shrunk)
     if run.config.distill is not None and judge.teacher is not None:
         with run.part("distillation"):
-            distill_from(replace(judge.teacher, data=replace(data, run=run)), run)
+            distill_from(replace(judge.teacher, data=replace(judge.teacher.data, run=run)), run)
         judge.measure("distilled", shrunk)
     return shrunk
 

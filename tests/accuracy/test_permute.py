@@ -196,6 +196,14 @@ class Scaled(nn.Module):
         return x + self.down(self.up(x).relu() * self.factor)
 
 
+class HardlyScaled(Scaled):
+    """A factor near 1: another order changes little, and much more than rounding does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.linspace(0.99, 1.01, 16))
+
+
 class Unreached(Scaled):
     """A block whose output does not depend on its layers."""
 
@@ -203,7 +211,7 @@ class Unreached(Scaled):
         return x + 0 * self.down(self.up(x))
 
 
-@pytest.mark.parametrize("cls", [Scaled, Unreached])
+@pytest.mark.parametrize("cls", [Scaled, HardlyScaled, Unreached])
 def test_what_would_compute_something_else_or_shows_nothing_stays(cls):
     torch.manual_seed(0)
     model = nn.Sequential(cls(), cls())
