@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 from transformers.utils.hub import snapshot_download  # transformers brings the hub's client
 
-from modelopt_sparse.checkpoint.dequantize import save_as_dense
+from modelopt_sparse.checkpoint.dequantize import DENSE, dtype_of, kept_wide, save_as_dense
 from modelopt_sparse.checkpoint.folder import (
     DESCRIPTION,
     MASKS,
@@ -39,7 +39,7 @@ from modelopt_sparse.checkpoint.folder import (
     write_description,
     write_masks,
 )
-from modelopt_sparse.checkpoint.packed import loaded, opened_weights, pack_files, unpack_files
+from modelopt_sparse.checkpoint.packed import loaded, opened_weights, pack_files, plain_tensors, unpack_files
 from modelopt_sparse.distributed import is_sharded, rank
 from modelopt_sparse.methods.patterns import NM, parse_pattern, pattern_of
 from modelopt_sparse.model.devices import stored, unwrapped
@@ -298,8 +298,8 @@ def restore(model: nn.Module, folder: str | Path) -> nn.Module:
 def load(folder: str | Path, *, semi_structured: bool | Mapping[str, Any] = False, **options: Any) -> nn.Module:
     """A sparse model from a Hugging Face folder that `save` wrote, or a hub name of one, masks and report included.
 
-    ``options`` go to ``from_pretrained`` (dtype, device_map, ...). The default of ``dtype`` is the stored one. The
-    class is the one named in config.json.
+    ``options`` go to ``from_pretrained`` (dtype, device_map, ...). The default of ``dtype`` is the stored one, of
+    each tensor. The class is the one named in config.json.
 
     ``semi_structured=True``, or a mapping of options of `to_semi_structured`, packs the layers for 2:4 kernels on the
     one CUDA device that ``device_map`` names (default: the current one). They are packed one by one on their way to the
@@ -330,6 +330,8 @@ def load(folder: str | Path, *, semi_structured: bool | Mapping[str, Any] = Fals
     model, info = loaded(architecture, folder, weights, **options)
     problem = rewritten(info["unexpected_keys"], info["missing_keys"])
     problems += [problem] if problem else unloaded(info)
+    if options.get("dtype", options.get("torch_dtype")) in (None, "auto"):
+        _keep_dtypes(model, folder, weights)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name, mask in masks.items():
         if name not in parameters or parameters[name].shape != mask.shape:
@@ -504,6 +506,7 @@ def _reader(
     if isinstance(model, PreTrainedModel) and same_class and any(map(weights.keys().isdisjoint, known)):
         fresh, info = loaded(dense_class(model), folder, weights, dtype="auto")
         problems += unloaded(info)
+        _keep_dtypes(fresh, folder, weights)
         return fresh.state_dict().get
     for name in sorted(set(weights).difference(*known)):
         mask = masks.get(name.removesuffix(SUFFIX)) if name.endswith(SUFFIX) else None
@@ -517,6 +520,22 @@ def _reader(
         return weights[stored_as].get_tensor(stored_as) if stored_as in weights else None
 
     return read
+
+
+def _keep_dtypes(model: Any, folder: Path, weights: Mapping[str, Any]) -> None:
+    """Read tensors of a folder again that ``from_pretrained`` has given another dtype: it gives one to all of them, but
+    for those that their class keeps wide. Warns of those that it has narrowed and that cannot be read again."""
+    entries = {name: entry for file in weight_files(folder) for name, entry in plain_tensors(folder / file).items()}
+    dtypes = {name: DENSE[entry["dtype"]] for name, entry in entries.items() if entry["dtype"] in DENSE}
+    state, wide, general, left = model.state_dict(keep_vars=True), kept_wide(model), model.dtype, list[str]()
+    for name, dtype in dtypes.items():
+        if name in state and not state[name].is_meta:
+            if state[name].dtype != (right := dtype_of(name, wide, dtype)):
+                state[name].data = weights[name].get_tensor(name).to(state[name].device, right)
+        elif torch.promote_types(dtype, now := dtype_of(name, wide, general)) != now:
+            left.append(f"{name!r} ({dtype})")
+    if left:
+        warnings.warn(f"not loaded as stored, in {general}: {first_few(left)}: give dtype=", stacklevel=3)
 
 
 def _slots(model: nn.Module) -> list[tuple[list[str], Tensor]]:

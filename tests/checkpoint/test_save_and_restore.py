@@ -21,6 +21,7 @@ from tests.helpers import (
     tiny_llama,
     token_batches,
 )
+from tests.models.tiny import tiny_mixtral
 
 pytestmark = pytest.mark.core
 
@@ -171,6 +172,29 @@ def test_load_hands_options_to_from_pretrained(saved):
     assert_same_masks(half, sparse("llama"))
     plain = AutoModelForCausalLM.from_pretrained(saved("llama"), dtype=torch.bfloat16)
     assert_bits(outputs("llama", half), outputs("llama", plain))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_tensors_of_several_dtypes_come_back_as_they_are_stored(packed, tmp_path):
+    """transformers itself gives all of them that of config.json, the first one's."""
+    model = sparse("bfloat16")
+    model.get_submodule("model.norm").float()
+    with torch.no_grad():
+        model.get_parameter("model.norm.weight").add_(2**-20)  # no number of bfloat16
+    mts.save(model, tmp_path, packed=packed)
+    assert_same_state(mts.load(tmp_path), state_of(model))
+    assert_same_state(mts.load(tmp_path, dtype="auto"), state_of(model))
+    assert {p.dtype for p in mts.load(tmp_path, dtype=torch.bfloat16).parameters()} == {torch.bfloat16}
+
+
+def test_dtypes_that_are_lost_are_named(tmp_path):
+    """Those of tensors that have other names in memory than in the files."""
+    model = mts.sparsify(tiny_mixtral().bfloat16(), "magnitude")
+    model.model.layers[0].mlp.experts.float()
+    mts.save(model, tmp_path)
+    lost = r"^not loaded as stored, in torch.bfloat16: '.*experts.*' \(torch.float32\).*: give dtype="
+    with pytest.warns(UserWarning, match=lost):
+        mts.load(tmp_path)
 
 
 def test_load_needs_a_hugging_face_folder(saved):
