@@ -21,9 +21,10 @@ from modelopt_sparse.checkpoint.packed import loaded
 from modelopt_sparse.checkpoint.streamed import local_folder
 from modelopt_sparse.checks import read_yaml
 from modelopt_sparse.distributed import local_device
-from modelopt_sparse.model.hf import empty_model, model_class, quantization_of
+from modelopt_sparse.model.hf import empty_model, model_class, quantization_of, unloaded
 from modelopt_sparse.plan.options import SELF, is_data_set
 from modelopt_sparse.reports.evaluate import task_scores
+from modelopt_sparse.reports.text import first_few
 
 # errors of the input: one line and an exit code, no traceback
 WRONG = (ValueError, TypeError, OSError, SafetensorError, MemoryError, torch.OutOfMemoryError)
@@ -153,7 +154,11 @@ class NamedModel:
         architecture = model_class(config, self.name)
         if quantized is not None:
             return load_dequantized(architecture, self._folder(), config, quantized, **self.remote).to(device)
-        return loaded(architecture, self.name, dtype=self.dtype, **self.hub)[0].to(device)
+        network, info = loaded(architecture, self.name, dtype=self.dtype, **self.hub)
+        if missing := unloaded({**info, "unexpected_keys": ()}):
+            problem = f"does not hold a whole {type(network).__name__}: {first_few(missing)}"
+            raise ValueError(f"{self.name!r} {problem}: get the checkpoint again, or one of this class")
+        return network.to(device)
 
     def _folder(self) -> Path:
         return local_folder(self.name, self.hub["revision"])
