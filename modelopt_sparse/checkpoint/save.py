@@ -311,6 +311,8 @@ def load(folder: str | Path, *, semi_structured: bool | Mapping[str, Any] = Fals
     >>> len(list(mts.named_masks(model)))
     14
     """
+    if "output_loading_info" in options:
+        raise ValueError("output_loading_info: load raises an error for all that it would name: leave it out")
     folder = _downloaded(folder, options.get("revision"))
     packing = loading_place(options.pop("device_map", None), semi_structured) if semi_structured is not False else None
     head = f"{str(folder)!r} cannot be loaded"

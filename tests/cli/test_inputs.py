@@ -202,7 +202,7 @@ def test_a_folder_with_broken_weights_is_no_traceback(run, work, tmp_path):
 
 
 @pytest.mark.parametrize("verb", ["sparsify", "shrink", "eval", "sparsify --stream"])
-def test_weights_that_are_missing_are_not_made_up(run, work, tmp_path, verb):
+def test_weights_that_are_missing_or_do_not_fit_are_not_made_up(run, work, tmp_path, verb):
     """What is there beside the model's may stay."""
     folder, name, text = tmp_path / "llama", "model.layers.0.mlp.up_proj.weight", work / "text.txt"
     shutil.copytree(work / "llama", folder)
@@ -215,6 +215,9 @@ def test_weights_that_are_missing_are_not_made_up(run, work, tmp_path, verb):
     assert done.code == 2
     assert f"does not hold a whole LlamaForCausalLM: '{name}' of the model is not in the folder" in done.err
     assert not (tmp_path / "out").exists()
+    save_file(state | {name: state[name][:3]}, folder / "model.safetensors", metadata={"format": "pt"})
+    done = run("eval", folder, "--data", text, "--seq-len", 32)
+    assert (done.code, f"'{name}' has shape [3, 32] in the folder and [64, 32] in the model" in done.err) == (2, True)
     save_file(state | {"extra": torch.ones(1)}, folder / "model.safetensors", metadata={"format": "pt"})
     assert run("eval", folder, "--data", text, "--seq-len", 32).code == 0
 
