@@ -16,7 +16,7 @@ from transformers.utils import has_file
 import modelopt_sparse as mts
 from modelopt_sparse.calibration.data import documents_of, open_dataset, tokens_of
 from modelopt_sparse.checkpoint.dequantize import Quantized, dequantization_of, load_dequantized
-from modelopt_sparse.checkpoint.folder import DESCRIPTION
+from modelopt_sparse.checkpoint.folder import DESCRIPTION, TOKENIZER
 from modelopt_sparse.checkpoint.packed import loaded
 from modelopt_sparse.checkpoint.streamed import local_folder
 from modelopt_sparse.checks import read_yaml
@@ -28,6 +28,8 @@ from modelopt_sparse.reports.text import first_few
 
 # errors of the input: one line and an exit code, no traceback
 WRONG = (ValueError, TypeError, OSError, SafetensorError, MemoryError, torch.OutOfMemoryError)
+
+PROCESSOR = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 
 # options that no YAML file can hold
 PYTHON_ONLY = ("data_loader", "collect_func", "forward_loop", "tokenizer", "processor", "masks")
@@ -168,13 +170,15 @@ class NamedModel:
         return AutoTokenizer.from_pretrained(self.name, **self.hub)
 
     def companions(self) -> list[Any]:
-        """The model's tokenizer (with its chat template) and processor, where it has them."""
+        """The model's tokenizer (with its chat template) and processor, where it has them. Warns if they
+        are there and cannot be read."""
         companions = []
-        for kind in (AutoTokenizer, AutoProcessor):
+        for kind, files in ((AutoTokenizer, TOKENIZER), (AutoProcessor, PROCESSOR)):
             try:
                 companions.append(kind.from_pretrained(self.name, **self.hub))
-            except (OSError, ValueError, KeyError):
-                continue
-            except ImportError as error:
-                warnings.warn(f"left behind, for it cannot be loaded here: {error}", stacklevel=2)
+            except (OSError, ValueError, KeyError, ImportError) as error:
+                here = (has_file(self.name, file, revision=self.hub["revision"]) for file in files)
+                if isinstance(error, ImportError) or any(here):
+                    part = "tokenizer" if kind is AutoTokenizer else "processor"
+                    warnings.warn(f"its {part} is left behind, for it cannot be loaded here: {error}", stacklevel=2)
         return companions
