@@ -111,6 +111,10 @@ def save(
         if isinstance(model, PreTrainedModel):
             options: dict[str, Any] = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
             save_as_dense(model)
+            declared = model.get_expanded_tied_weights_keys(all_submodels=True)
+            for name, first in _tied(state).items():
+                if declared.get(name, name) != declared.get(first, first):  # from_pretrained does not tie them again
+                    state[name] = state[name].clone()
             model.save_pretrained(staging, state_dict=dict(state), **options)
         else:
             aliases = _tied(state)

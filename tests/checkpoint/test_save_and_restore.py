@@ -17,6 +17,7 @@ from tests.helpers import (
     assert_bits,
     assert_same_masks,
     assert_same_state,
+    plain_from_pretrained,
     state_of,
     tiny_llama,
     token_batches,
@@ -126,6 +127,23 @@ def test_save_zeroes_what_was_written_to_pruned_places(tmp_path):
         mts.save(model, tmp_path / "out")
     stored = load_file(tmp_path / "out" / "model.safetensors")["model.layers.0.mlp.up_proj.weight"]
     assert_bits(stored[~mask], torch.zeros(int((~mask).sum())))
+
+
+@pytest.mark.parametrize("says_so", [False, True])
+def test_a_head_that_was_tied_by_hand_is_there_when_it_is_loaded(says_so, tmp_path):
+    """Whether the config says that it is tied, and it is stored once, or not."""
+
+    def tied():
+        model = tiny_llama(tie_word_embeddings=False)
+        model.lm_head.weight = model.model.embed_tokens.weight
+        model.config.tie_word_embeddings = says_so
+        return model
+
+    model = mts.sparsify(tied(), "magnitude")
+    mts.save(model, tmp_path)
+    assert ("lm_head.weight" in load_file(tmp_path / "model.safetensors")) == (not says_so)
+    for again in (mts.load(tmp_path), plain_from_pretrained(tmp_path), mts.restore(tied(), tmp_path)):
+        assert_bits(outputs("llama", again), outputs("llama", model))
 
 
 def test_several_templates_of_a_tokenizer_travel_and_are_replaced(tmp_path):
