@@ -25,7 +25,8 @@ from modelopt_sparse.model.hf import FLOATS, forget_quantization, method_of, par
 from modelopt_sparse.reports.text import first_few
 
 METHODS = ("fp8", "mxfp4")  # those that transformers dequantizes on any device and without other packages
-DENSE = ("F16", "BF16", "F32", "F64")  # safetensors' names of the floating point dtypes of dense weights
+# safetensors' names of the floating point dtypes of dense weights, which are those of FLOATS
+DENSE = dict(zip(("F16", "BF16", "F32", "F64"), FLOATS))
 SHOWN = 3  # how many tensors an error names
 
 Headers = dict[str, tuple[str, tuple[int, ...]]]  # tensor name -> safetensors' name of its dtype, and its shape

@@ -187,6 +187,7 @@ def loaded(
     unpacked one by one. ``weights``: what `opened_weights` gives, if it has been called."""
     folder = Path(source)
     refuse_adapter(folder)
+    options = {"ignore_mismatched_sizes": True, **options}  # `unloaded` names them
     if not is_packed(folder):
         return architecture.from_pretrained(source, output_loading_info=True, **options)
     named = issubclass(architecture, PreTrainedModel)  # else it is an Auto class, which wants a name

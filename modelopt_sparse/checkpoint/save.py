@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 from transformers.utils.hub import snapshot_download  # transformers brings the hub's client
 
-from modelopt_sparse.checkpoint.dequantize import save_as_dense
+from modelopt_sparse.checkpoint.dequantize import DENSE, dtype_of, kept_wide, save_as_dense
 from modelopt_sparse.checkpoint.folder import (
     DESCRIPTION,
     MASKS,
@@ -39,7 +39,7 @@ from modelopt_sparse.checkpoint.folder import (
     write_description,
     write_masks,
 )
-from modelopt_sparse.checkpoint.packed import loaded, opened_weights, pack_files, unpack_files
+from modelopt_sparse.checkpoint.packed import loaded, opened_weights, pack_files, plain_tensors, unpack_files
 from modelopt_sparse.distributed import is_sharded, rank
 from modelopt_sparse.methods.patterns import NM, parse_pattern, pattern_of
 from modelopt_sparse.model.devices import stored, unwrapped
@@ -60,6 +60,7 @@ from modelopt_sparse.reports.values import REPLACED, UNMASKED, LayerReport
 from modelopt_sparse.runtime.convert import convert, loading_place
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+ADAPTERS = re.compile(r"(^|\.)(base_layer\.|lora_)")  # in the names of their tensors
 SHOWN = 20  # how many problems an error names
 
 Read = Callable[[str], Tensor | None]  # name of a tensor -> the tensor, None if there is none
@@ -93,6 +94,7 @@ def save(
     - whatever ``overwrite`` says, for the current directory and the folders above it, and for the folder that the
       model's weights are known to come from;
     - for a model with values that cannot be saved: no tensors, or tensors on the meta device;
+    - for a model of transformers with adapters that are not merged;
     - for a model of transformers in another rank than 0 of a process group, where transformers writes nothing.
 
     Raises OSError if the folder cannot be written (a full disk). No partial files are left then.
@@ -105,7 +107,7 @@ def save(
         raise ValueError(f"max_shard_size is for transformers' models; a {type(model).__name__} goes into one file")
     if isinstance(model, PreTrainedModel) and rank() > 0:
         raise ValueError(f"transformers writes in rank 0 alone, and this is rank {rank()}: save there, then barrier()")
-    state = _state(model)
+    state = _for_transformers(model, _state(model)) if isinstance(model, PreTrainedModel) else _state(model)
     with staged(folder, overwrite=overwrite) as staging:
         aliases: dict[str, str] = {}
         if isinstance(model, PreTrainedModel):
@@ -233,6 +235,17 @@ def _state(model: nn.Module) -> dict[str, Tensor]:
     return state
 
 
+def _for_transformers(model: PreTrainedModel, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The state dict for save_pretrained: tensors that are one in the model, and that ``from_pretrained`` does not tie
+    again, are several, else one alone would be written. Raises ValueError for an adapter."""
+    if adapters := [name for name in state if ADAPTERS.search(name)]:
+        problem = f"{adapters[0]!r} is part of an adapter, for which from_pretrained has no place"
+        raise ValueError(f"{problem}: merge it first, for example by merge_and_unload()")
+    declared = model.get_expanded_tied_weights_keys(all_submodels=True)
+    untied = {name for name, first in _tied(state).items() if declared.get(name, name) != declared.get(first, first)}
+    return {name: tensor.clone() if name in untied else tensor for name, tensor in state.items()}
+
+
 def _values(model: nn.Module, name: str) -> Tensor:
     """The tensor that holds the values of a parameter, which accelerate may have offloaded."""
     path, _, key = name.rpartition(".")
@@ -298,8 +311,8 @@ def restore(model: nn.Module, folder: str | Path) -> nn.Module:
 def load(folder: str | Path, *, semi_structured: bool | Mapping[str, Any] = False, **options: Any) -> nn.Module:
     """A sparse model from a Hugging Face folder that `save` wrote, or a hub name of one, masks and report included.
 
-    ``options`` go to ``from_pretrained`` (dtype, device_map, ...). The default of ``dtype`` is the stored one. The
-    class is the one named in config.json.
+    ``options`` go to ``from_pretrained`` (dtype, device_map, ...). The default of ``dtype`` is the stored one, of
+    each tensor. The class is the one named in config.json.
 
     ``semi_structured=True``, or a mapping of options of `to_semi_structured`, packs the layers for 2:4 kernels on the
     one CUDA device that ``device_map`` names (default: the current one). They are packed one by one on their way to the
@@ -311,6 +324,8 @@ def load(folder: str | Path, *, semi_structured: bool | Mapping[str, Any] = Fals
     >>> len(list(mts.named_masks(model)))
     14
     """
+    if "output_loading_info" in options:
+        raise ValueError("output_loading_info: load raises an error for all that it would name: leave it out")
     folder = _downloaded(folder, options.get("revision"))
     packing = loading_place(options.pop("device_map", None), semi_structured) if semi_structured is not False else None
     head = f"{str(folder)!r} cannot be loaded"
@@ -330,6 +345,8 @@ def load(folder: str | Path, *, semi_structured: bool | Mapping[str, Any] = Fals
     model, info = loaded(architecture, folder, weights, **options)
     problem = rewritten(info["unexpected_keys"], info["missing_keys"])
     problems += [problem] if problem else unloaded(info)
+    if options.get("dtype", options.get("torch_dtype")) in (None, "auto"):
+        _keep_dtypes(model, folder, weights)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name, mask in masks.items():
         if name not in parameters or parameters[name].shape != mask.shape:
@@ -504,6 +521,7 @@ def _reader(
     if isinstance(model, PreTrainedModel) and same_class and any(map(weights.keys().isdisjoint, known)):
         fresh, info = loaded(dense_class(model), folder, weights, dtype="auto")
         problems += unloaded(info)
+        _keep_dtypes(fresh, folder, weights)
         return fresh.state_dict().get
     for name in sorted(set(weights).difference(*known)):
         mask = masks.get(name.removesuffix(SUFFIX)) if name.endswith(SUFFIX) else None
@@ -517,6 +535,22 @@ def _reader(
         return weights[stored_as].get_tensor(stored_as) if stored_as in weights else None
 
     return read
+
+
+def _keep_dtypes(model: Any, folder: Path, weights: Mapping[str, Any]) -> None:
+    """Read tensors of a folder again that ``from_pretrained`` has given another dtype: it gives one to all of them, but
+    for those that their class keeps wide. Warns of those that it has narrowed and that cannot be read again."""
+    entries = {name: entry for file in weight_files(folder) for name, entry in plain_tensors(folder / file).items()}
+    dtypes = {name: DENSE[entry["dtype"]] for name, entry in entries.items() if entry["dtype"] in DENSE}
+    state, wide, general, left = model.state_dict(keep_vars=True), kept_wide(model), model.dtype, list[str]()
+    for name, dtype in dtypes.items():
+        if name in state and not state[name].is_meta:
+            if state[name].dtype != (right := dtype_of(name, wide, dtype)):
+                state[name].data = weights[name].get_tensor(name).to(state[name].device, right)
+        elif torch.promote_types(dtype, now := dtype_of(name, wide, general)) != now:
+            left.append(f"{name!r} ({dtype})")
+    if left:
+        warnings.warn(f"not loaded as stored, in {general}: {first_few(left)}: give dtype=", stacklevel=3)
 
 
 def _slots(model: nn.Module) -> list[tuple[list[str], Tensor]]:

@@ -102,7 +102,8 @@ BatchSize = Annotated[int | None, Option(help="Windows per batch. Default: about
 Output = Annotated[str | None, Option(help="What counts of the model's output, by name or number. Default: logits.")]
 Divergence = Annotated[str | None, Option(help="kl, squared or bernoulli. Default: kl of logits, else squared.")]
 Device = Annotated[str | None, Option(help="Where to run, for example cuda. Default: the CPU.")]
-Dtype = Annotated[str, Option(callback=_known_dtype, help=f"Weights' dtype: {', '.join(DTYPES)} (auto: as stored).")]
+OF_AUTO = "auto: that in config.json; of a sparse folder, as stored"
+Dtype = Annotated[str, Option(callback=_known_dtype, help=f"Weights' dtype: {', '.join(DTYPES)} ({OF_AUTO}).")]
 Dequantize = Annotated[
     bool, Option("--dequantize", help="MODEL is quantized (fp8, mxfp4): make weights of its codes, in --dtype.")
 ]

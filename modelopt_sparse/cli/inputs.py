@@ -16,17 +16,20 @@ from transformers.utils import has_file
 import modelopt_sparse as mts
 from modelopt_sparse.calibration.data import documents_of, open_dataset, tokens_of
 from modelopt_sparse.checkpoint.dequantize import Quantized, dequantization_of, load_dequantized
-from modelopt_sparse.checkpoint.folder import DESCRIPTION
+from modelopt_sparse.checkpoint.folder import DESCRIPTION, TOKENIZER
 from modelopt_sparse.checkpoint.packed import loaded
 from modelopt_sparse.checkpoint.streamed import local_folder
 from modelopt_sparse.checks import read_yaml
 from modelopt_sparse.distributed import local_device
-from modelopt_sparse.model.hf import empty_model, model_class, quantization_of
+from modelopt_sparse.model.hf import empty_model, model_class, quantization_of, unloaded
 from modelopt_sparse.plan.options import SELF, is_data_set
 from modelopt_sparse.reports.evaluate import task_scores
+from modelopt_sparse.reports.text import first_few
 
 # errors of the input: one line and an exit code, no traceback
 WRONG = (ValueError, TypeError, OSError, SafetensorError, MemoryError, torch.OutOfMemoryError)
+
+PROCESSOR = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 
 # options that no YAML file can hold
 PYTHON_ONLY = ("data_loader", "collect_func", "forward_loop", "tokenizer", "processor", "masks")
@@ -153,7 +156,11 @@ class NamedModel:
         architecture = model_class(config, self.name)
         if quantized is not None:
             return load_dequantized(architecture, self._folder(), config, quantized, **self.remote).to(device)
-        return loaded(architecture, self.name, dtype=self.dtype, **self.hub)[0].to(device)
+        network, info = loaded(architecture, self.name, dtype=self.dtype, **self.hub)
+        if missing := unloaded({**info, "unexpected_keys": ()}):
+            problem = f"does not hold a whole {type(network).__name__}: {first_few(missing)}"
+            raise ValueError(f"{self.name!r} {problem}: get the checkpoint again, or one of this class")
+        return network.to(device)
 
     def _folder(self) -> Path:
         return local_folder(self.name, self.hub["revision"])
@@ -163,13 +170,15 @@ class NamedModel:
         return AutoTokenizer.from_pretrained(self.name, **self.hub)
 
     def companions(self) -> list[Any]:
-        """The model's tokenizer (with its chat template) and processor, where it has them."""
+        """The model's tokenizer (with its chat template) and processor, where it has them. Warns if they
+        are there and cannot be read."""
         companions = []
-        for kind in (AutoTokenizer, AutoProcessor):
+        for kind, files in ((AutoTokenizer, TOKENIZER), (AutoProcessor, PROCESSOR)):
             try:
                 companions.append(kind.from_pretrained(self.name, **self.hub))
-            except (OSError, ValueError, KeyError):
-                continue
-            except ImportError as error:
-                warnings.warn(f"left behind, for it cannot be loaded here: {error}", stacklevel=2)
+            except (OSError, ValueError, KeyError, ImportError) as error:
+                here = (has_file(self.name, file, revision=self.hub["revision"]) for file in files)
+                if isinstance(error, ImportError) or any(here):
+                    part = "tokenizer" if kind is AutoTokenizer else "processor"
+                    warnings.warn(f"its {part} is left behind, for it cannot be loaded here: {error}", stacklevel=2)
         return companions

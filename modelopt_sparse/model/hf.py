@@ -137,8 +137,11 @@ def unloaded(info: Mapping[str, Any]) -> list[str]:
 
     ``info`` is what ``from_pretrained`` returns with ``output_loading_info=True``.
     """
-    missing = [f"{name!r} of the model is not in the folder" for name in sorted(info["missing_keys"])]
-    return missing + [f"{name!r} has no place in the model" for name in sorted(info["unexpected_keys"])]
+    problems = [f"{name!r} of the model is not in the folder" for name in sorted(info["missing_keys"])]
+    problems += [f"{name!r} has no place in the model" for name in sorted(info["unexpected_keys"])]
+    for name, stored, shape in sorted(info["mismatched_keys"]):
+        problems.append(f"{name!r} has shape {list(stored)} in the folder and {list(shape)} in the model")
+    return problems
 
 
 # quantization ---------------------------------------------------------------------------------------------------------

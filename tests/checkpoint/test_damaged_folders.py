@@ -273,12 +273,21 @@ def test_folders_that_save_did_not_write(tmp_path, make):
 
 
 def test_load_reports_what_transformers_could_not_match(broken):
-    """config.json asks for one block more than the folder has: no random weights are let in."""
+    """config.json asks for one block more than the folder has, or for wider ones: no random weights are let in."""
     folder = broken("llama")
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
-    with pytest.raises(ValueError, match=r"'model\.layers\.2\.mlp\.up_proj\.weight' of the model is not in the folder"):
-        mts.load(folder)
+    for change, problem in {
+        ("num_hidden_layers", 3): "'model.layers.2.mlp.up_proj.weight' of the model is not in the folder",
+        ("vocab_size", 98): "'model.embed_tokens.weight' has shape [97, 32] in the folder and [98, 32] in the model",
+    }.items():
+        (folder / "config.json").write_text(json.dumps({**config, **dict([change])}))
+        with pytest.raises(ValueError, match=re.escape(problem)):
+            mts.load(folder)
+
+
+def test_load_returns_the_model_alone(saved):
+    with pytest.raises(ValueError, match="output_loading_info: load raises an error for all that it would name"):
+        mts.load(saved("llama"), output_loading_info=True)
 
 
 def test_files_that_no_weights_are_read_from_are_not_looked_at(broken):

@@ -17,10 +17,12 @@ from tests.helpers import (
     assert_bits,
     assert_same_masks,
     assert_same_state,
+    plain_from_pretrained,
     state_of,
     tiny_llama,
     token_batches,
 )
+from tests.models.tiny import tiny_mixtral
 
 pytestmark = pytest.mark.core
 
@@ -127,6 +129,23 @@ def test_save_zeroes_what_was_written_to_pruned_places(tmp_path):
     assert_bits(stored[~mask], torch.zeros(int((~mask).sum())))
 
 
+@pytest.mark.parametrize("says_so", [False, True])
+def test_a_head_that_was_tied_by_hand_is_there_when_it_is_loaded(says_so, tmp_path):
+    """Whether the config says that it is tied, and it is stored once, or not."""
+
+    def tied():
+        model = tiny_llama(tie_word_embeddings=False)
+        model.lm_head.weight = model.model.embed_tokens.weight
+        model.config.tie_word_embeddings = says_so
+        return model
+
+    model = mts.sparsify(tied(), "magnitude")
+    mts.save(model, tmp_path)
+    assert ("lm_head.weight" in load_file(tmp_path / "model.safetensors")) == (not says_so)
+    for again in (mts.load(tmp_path), plain_from_pretrained(tmp_path), mts.restore(tied(), tmp_path)):
+        assert_bits(outputs("llama", again), outputs("llama", model))
+
+
 def test_several_templates_of_a_tokenizer_travel_and_are_replaced(tmp_path):
     """They lie in a folder of their own, which anybody may read who may read the others."""
     tokenizer = AutoTokenizer.from_pretrained(TESTBED / "tiny-llama")
@@ -171,6 +190,29 @@ def test_load_hands_options_to_from_pretrained(saved):
     assert_same_masks(half, sparse("llama"))
     plain = AutoModelForCausalLM.from_pretrained(saved("llama"), dtype=torch.bfloat16)
     assert_bits(outputs("llama", half), outputs("llama", plain))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_tensors_of_several_dtypes_come_back_as_they_are_stored(packed, tmp_path):
+    """transformers itself gives all of them that of config.json, the first one's."""
+    model = sparse("bfloat16")
+    model.get_submodule("model.norm").float()
+    with torch.no_grad():
+        model.get_parameter("model.norm.weight").add_(2**-20)  # no number of bfloat16
+    mts.save(model, tmp_path, packed=packed)
+    assert_same_state(mts.load(tmp_path), state_of(model))
+    assert_same_state(mts.load(tmp_path, dtype="auto"), state_of(model))
+    assert {p.dtype for p in mts.load(tmp_path, dtype=torch.bfloat16).parameters()} == {torch.bfloat16}
+
+
+def test_dtypes_that_are_lost_are_named(tmp_path):
+    """Those of tensors that have other names in memory than in the files."""
+    model = mts.sparsify(tiny_mixtral().bfloat16(), "magnitude")
+    model.model.layers[0].mlp.experts.float()
+    mts.save(model, tmp_path)
+    lost = r"^not loaded as stored, in torch.bfloat16: '.*experts.*' \(torch.float32\).*: give dtype="
+    with pytest.warns(UserWarning, match=lost):
+        mts.load(tmp_path)
 
 
 def test_load_needs_a_hugging_face_folder(saved):

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 import yaml
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import modelopt_sparse as mts
@@ -199,6 +199,43 @@ def test_a_folder_with_broken_weights_is_no_traceback(run, work, tmp_path):
     done = run("eval", tmp_path / "llama", "--data", work / "held.txt", "--seq-len", 32)
     assert done.code == 2
     assert done.err.startswith("modelopt-sparse: ")
+
+
+@pytest.mark.parametrize("verb", ["sparsify", "shrink", "eval", "sparsify --stream"])
+def test_weights_that_are_missing_or_do_not_fit_are_not_made_up(run, work, tmp_path, verb):
+    """What is there beside the model's may stay."""
+    folder, name, text = tmp_path / "llama", "model.layers.0.mlp.up_proj.weight", work / "text.txt"
+    shutil.copytree(work / "llama", folder)
+    state = load_file(folder / "model.safetensors")
+    missing = {key: tensor for key, tensor in state.items() if key != name}
+    save_file(missing | {"extra": torch.ones(1)}, folder / "model.safetensors", metadata={"format": "pt"})
+    more: tuple[Any, ...] = () if verb == "eval" else ("--out", tmp_path / "out")
+    more += ("--method", "magnitude") if "sparsify" in verb else ("--data", text, "--seq-len", 32)
+    done = run(*verb.split(), folder, *more, *(["--mlp", "25%"] if verb == "shrink" else []))
+    assert done.code == 2
+    assert f"does not hold a whole LlamaForCausalLM: '{name}' of the model is not in the folder" in done.err
+    assert not (tmp_path / "out").exists()
+    save_file(state | {name: state[name][:3]}, folder / "model.safetensors", metadata={"format": "pt"})
+    done = run("eval", folder, "--data", text, "--seq-len", 32)
+    assert (done.code, f"'{name}' has shape [3, 32] in the folder and [64, 32] in the model" in done.err) == (2, True)
+    save_file(state | {"extra": torch.ones(1)}, folder / "model.safetensors", metadata={"format": "pt"})
+    assert run("eval", folder, "--data", text, "--seq-len", 32).code == 0
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize(
+    ("name", "what"), [("tokenizer.json", "tokenizer"), ("preprocessor_config.json", "processor"), (None, "")]
+)
+def test_a_tokenizer_or_processor_that_cannot_be_read_is_not_left_behind_in_silence(run, work, tmp_path, name, what):
+    for file in (work / "llama").iterdir():
+        if name or ("token" not in file.name and file.suffix != ".jinja"):
+            shutil.copy(file, tmp_path)
+    if name:
+        (tmp_path / name).write_text("{")
+    done = run("sparsify", tmp_path, "--method", "magnitude", "--out", tmp_path / "out", "--quiet")
+    assert done.code == 0
+    said = f"modelopt-sparse: warning: its {what} is left behind, for it cannot be loaded here: "
+    assert [line.startswith(said) for line in done.err.splitlines()] == [True] * bool(name)
 
 
 # models -------------------------------------------------------------------------------------------------------------
