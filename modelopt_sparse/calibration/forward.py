@@ -64,7 +64,8 @@ Around = Sequence[tuple[nn.Module, Side]]  # the modules around a place, the inn
 
 @dataclass(eq=False)
 class PaddingOfCall:
-    """The padding of one call of ``model``, of which its modules are told while the call runs.
+    """The padding of one call of ``model``, or of a part that a loop calls by itself, of which its modules are told
+    while the call runs.
 
     told: (module, side) -> which tokens are real, as the arguments say that the module was called with; None: all; an
     error if they do not say so. A module that is no encoder-decoder has its own tokens on its decoder's side, and those
@@ -81,6 +82,8 @@ class PaddingOfCall:
     def tell(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> None:
         """A module is called. Where that is the model, or one of transformers, attention_mask has to be one of tokens;
         other modules may be given one for each pair of tokens, and True may be either in theirs."""
+        if module is self.model:  # begins, or calls itself
+            self.told.clear()
         named, tensors = _by_name(module, args, kwargs), [x for _, x in parts_within((args, kwargs))]
         masks = {name: x for name, x in named.items() if name.endswith("mask") and _is_of_tokens(x, tensors)}
         clear = {name: x for name, x in masks.items() if x.dtype != torch.bool or name.endswith(PADDING)}
@@ -445,11 +448,14 @@ class CalibrationData:
     def sides(self) -> Mapping[nn.Module, Around]:
         return sides_of(self.run)
 
-    def masks_of(self, call: Call) -> PaddingOfCall:
-        """The padding of a call, as far as its arguments tell it."""
-        masks = PaddingOfCall(self.run.model, self.run.report.notes)
+    def masks_of(self, call: Call, part: nn.Module | None = None) -> PaddingOfCall:
+        """The padding of a call of the model, as far as its arguments tell it; or of a ``part`` by itself, whose
+        masks are those of the model meanwhile."""
+        model, part = self.run.model, self.run.model if part is None else part
+        masks = PaddingOfCall(part, self.run.report.notes)
         if not self.run.config.count_padding:
-            masks.tell(self.run.model, call.args, call.kwargs)
+            masks.tell(part, call.args, call.kwargs)
+            masks.told |= {(model, side): real for (_, side), real in masks.told.items()}
         return masks
 
     def run_model(
@@ -461,27 +467,40 @@ class CalibrationData:
         """Run the whole model over all calls, or over those with these ``numbers``. ``begin`` is called with each,
         ``hooks`` are entered meanwhile."""
         run, calls = self.run, self.calls
-        number, masks = -1, PaddingOfCall()
+        number, masks = -1, PaddingOfCall(run.model)
+        under_way: list[nn.Module] = []  # the model, or the part of it that a loop calls by itself, and parts inside
+        told = {run.model, *(module for module, _ in self.sides[run.model])}
+        parts = [part for part in run.model.modules() if part in told or isinstance(part, PreTrainedModel)]
 
         def on_call(module: nn.Module, args: tuple, kwargs: dict) -> None:
             nonlocal number, masks
-            number += calls is None
+            under_way.append(module)
+            if len(under_way) > 1:
+                if module in told and not run.config.count_padding:
+                    masks.tell(module, args, kwargs)
+                return
             call = Call(args, kwargs) if calls is None else replace(calls[number], args=args, kwargs=kwargs)
-            numbered = NumberedCall(number, call, self.masks_of(call))
-            masks = numbered.masks
+            masks = self.masks_of(call, module)
             if padding is not None:
                 padding.masks = masks
-            begin(numbered)
+            if module is run.model:
+                number += calls is None
+                begin(NumberedCall(number, call, masks))
+
+        def after_call(*_: Any) -> None:
+            under_way.pop()
+            if not under_way and padding is not None:
+                padding.masks = PaddingOfCall(run.model)
 
         with ExitStack() as contexts:
             contexts.enter_context(onloaded_blocks(run))
             # they see what blocks and layers are given, on the device, in its own precision
             padding = None if hooks is None else contexts.enter_context(hooks)
             contexts.enter_context(forward_context(run))
-            contexts.enter_context(run.model.register_forward_pre_hook(on_call, with_kwargs=True, prepend=True))
-            for module in {module for module, _ in self.sides[run.model]} - {run.model}:
-                hook = module.register_forward_pre_hook(lambda *call: masks.tell(*call), with_kwargs=True)
-                contexts.enter_context(hook)
+            for part in parts:
+                first = part is run.model
+                contexts.enter_context(part.register_forward_pre_hook(on_call, with_kwargs=True, prepend=first))
+                contexts.enter_context(part.register_forward_hook(after_call, always_call=True))
             if run.config.forward_loop is not None:
                 run.config.forward_loop(run.model)
                 return

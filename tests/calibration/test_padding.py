@@ -517,6 +517,66 @@ def test_a_call_without_a_mask_has_none_of_other_calls(case):
     assert [note.split()[0] for note in notes] == [noted] * (noted is not None)
 
 
+def generated(model: nn.Module) -> None:
+    for batch in padded():
+        model.generate(**batch, max_new_tokens=3, min_new_tokens=3, do_sample=False)
+
+
+class SelfCalling(Ids):
+    """Takes batches in a list one by one."""
+
+    def forward(self, batch, attention_mask: Tensor | None = None) -> Tensor | list[Tensor]:
+        if isinstance(batch, list):
+            return [self(ids, attention_mask=ids != 0) for ids in batch]
+        return super().forward(batch)
+
+
+PADDED_ROWS = sum(int(batch["attention_mask"].sum()) for batch in padded())
+LOOPS = {  # that call parts of the model, or a model that calls itself -> the layer whose rows are the tokens
+    "a model inside": (
+        Lightning,
+        lambda model: [model.model(**batch) for batch in padded()],
+        "model.encoder.layer.0.output.dense",
+    ),
+    "parts of a model of transformers": (
+        tiny_llama,
+        lambda model: [model.model(**batch) for batch in padded()],
+        "model.layers.0.mlp.up_proj",
+    ),
+    "generate": (ARCHITECTURES["t5"].build, generated, "encoder.block.0.layer.1.DenseReluDense.wo"),
+    "itself": (SelfCalling, lambda model: model(zero_padded()), "blocks.0.up"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:stack .* is calibrated through the whole model")
+@pytest.mark.parametrize("case", LOOPS)
+def test_a_loop_may_call_parts_of_the_model(case):
+    build, loop, name = LOOPS[case]
+    model = build().eval()
+    mts.sparsify(model, "wanda", forward_loop=loop, progress=False)
+    assert {layer.name: layer.tokens for layer in mts.report(model).layers}[name] == PADDED_ROWS
+
+
+@pytest.mark.filterwarnings("ignore:stack .* is calibrated through the whole model")
+def test_what_a_loop_calls_by_itself_has_no_mask_of_the_call_before():
+    """A block, which says nothing of padding; the input is as long as the padded batch."""
+
+    def loop(model: nn.Module) -> None:
+        batch = padded()[0]
+        model(**batch)
+        model.encoder.layer[0](torch.ones(*batch["input_ids"].shape, 16))
+
+    model = bert()
+    mts.sparsify(model, "wanda", forward_loop=loop, progress=False)
+    tokens = {layer.name: layer.tokens for layer in mts.report(model).layers}
+    assert tokens["encoder.layer.0.intermediate.dense"] == int(padded()[0]["attention_mask"].sum()) + 3 * 12
+
+
+def test_a_model_that_calls_itself_is_told_by_each_of_its_calls():
+    found = collected(SelfCalling(), ID_BLOCKS, data_loader=[zero_padded()], collect_func=lambda batch: (batch,))
+    assert {stats.tokens for stats in found.values()} == {PADDED_ROWS}
+
+
 def test_labels_of_an_encoder_decoder_go_for_a_decoder_that_is_called_without_a_mask():
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
     decoder = BertConfig(vocab_size=VOCAB, is_decoder=True, add_cross_attention=True, **sizes)
