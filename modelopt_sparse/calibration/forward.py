@@ -50,6 +50,7 @@ from modelopt_sparse.run import Run, Unreadable
 
 INSTEAD = "give batches without padding, or set count_padding=True to let padding into the statistics"
 OWN, DECODER, IMAGE_MASKS = "attention_mask", "decoder_attention_mask", ("pixel_attention_mask", "pixel_mask")
+OF_STATES = "encoder_attention_mask"  # of encoder_hidden_states
 PADDING = ("padding_mask", "pad_mask")  # in masks whose names end like these True is padding
 
 
@@ -119,11 +120,14 @@ class PaddingOfCall:
 
     def at(self, around: Around) -> Tensor | None:
         """The mask of real tokens at a place: the innermost module's around it that was told. Raises PaddingError."""
-        told = [self.told[outer] for outer in around if outer in self.told]
-        mask = next((mask for mask in told if not isinstance(mask, PaddingError)), told[0] if told else None)
+        mask = self.find(around)
         if isinstance(mask, PaddingError):
             raise mask
         return mask
+
+    def find(self, around: Around) -> Tensor | PaddingError | None:
+        told = [self.told[outer] for outer in around if outer in self.told]
+        return next((mask for mask in told if not isinstance(mask, PaddingError)), told[0] if told else None)
 
 
 def token_masks(model: nn.Module, named: Mapping[str, Any]) -> dict[Side, Tensor | None]:
@@ -140,6 +144,8 @@ def token_masks(model: nn.Module, named: Mapping[str, Any]) -> dict[Side, Tensor
             masks["decoder"] = _token_mask(named, DECODER)
         elif isinstance(labels, Tensor) and labels.dim() == 2:
             masks["decoder"] = labels != -100
+    if "encoder_hidden_states" in named and not is_encoder_decoder(model):
+        masks["encoder"] = _token_mask(named, OF_STATES) if OF_STATES in named else None
     for value in (named[name] for name in IMAGE_MASKS if isinstance(named.get(name), Tensor)):
         masks["image"] = value.flatten(1) != 0  # of pixels: it fits no layer's rows, which is an error
     return masks
@@ -193,6 +199,10 @@ def _token_mask(named: Mapping[str, Any], name: str) -> Tensor:
 
 def _of_transformers(module: nn.Module) -> bool:
     return any(base.__module__.startswith("transformers.") for base in type(module).mro())
+
+
+def _of_library(module: nn.Module) -> bool:
+    return _of_transformers(module) or type(module).__module__.startswith("torch.")
 
 
 def _key_padding(model: nn.Module, named: Mapping[str, Any]) -> dict[Side, Tensor | None]:
@@ -277,11 +287,23 @@ class PaddingOfInputs:
         self._sides = sides
         self.masks = PaddingOfCall()
         self._from_encoder: list[Tensor] = []  # what a decoder block is given beside its hidden states
+        self._hidden_shape: torch.Size | None = None  # of these, without their width
         self._token_of_row: dict[nn.Module, Tensor] = {}  # router -> the token of each row that it has sorted
 
     def on_block(self, block: nn.Module, args: tuple, kwargs: dict) -> None:
-        _, *others = (*args, *kwargs.values()) or (None,)
+        hidden, *others = (*args, *kwargs.values()) or (None,)
         self._from_encoder = [x for x in others if isinstance(x, Tensor) and x.is_floating_point() and x.dim() == 3]
+        self._hidden_shape = hidden.shape[:-1] if isinstance(hidden, Tensor) else None
+        if any(state.shape[:-1] == self._hidden_shape for state in self._from_encoder) and not _of_library(block):
+            self._note_masks_that_differ(block)
+
+    def _note_masks_that_differ(self, block: nn.Module) -> None:
+        """Of two inputs of one length: what the block makes of the second, or gives first, has the other's shape."""
+        inner, outer = (self.masks.find([(part, side) for part, _ in self._sides[block]]) for side in SIDES[:2])
+        if inner is not outer and not (isinstance(inner, Tensor) and isinstance(outer, Tensor) and inner.equal(outer)):
+            problem = f"{type(block).__name__} is given two inputs of one length, with masks that differ"
+            note = f"{problem}: what it makes of the second before a layer reads it is taken for the first"
+            self.masks.notes += [note] if note not in self.masks.notes else []
 
     def on_router(self, router: nn.Module, args: tuple, output: Any) -> None:
         self._token_of_row[router] = output[1]
@@ -289,7 +311,7 @@ class PaddingOfInputs:
     def token_mask(self, module: nn.Module, layer: Layer, x: Tensor) -> Tensor | None:
         """The token mask of an input of a layer, shaped like its leading dimensions; None if every token is real."""
         around: Around = self._sides[module]
-        if any(x.data_ptr() == state.data_ptr() and x.shape == state.shape for state in self._from_encoder):
+        if any(self._is_of(x, state) for state in self._from_encoder):
             around = [(outer, "encoder") for outer, _ in around]
         if (mask := self.masks.at(around)) is None:
             return None
@@ -303,6 +325,12 @@ class PaddingOfInputs:
                 return mask.flatten()
         problem = f"layer {layer.name!r} gets an input of shape {list(x.shape)}, the token mask has {list(mask.shape)}"
         raise PaddingError(f"{problem}: which of its rows are padding cannot be told; {INSTEAD}")
+
+    def _is_of(self, x: Tensor, state: Tensor) -> bool:
+        """Whether an input is what an encoder gave, or was made of it: that is seen where it is longer or shorter than
+        the hidden states."""
+        same = x.data_ptr() == state.data_ptr() and x.shape == state.shape
+        return same or x.shape[:-1] == state.shape[:-1] != self._hidden_shape
 
 
 def _without_ones(shape: torch.Size) -> list[int]:

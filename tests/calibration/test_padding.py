@@ -365,10 +365,10 @@ def positional(model: nn.Module, batch) -> None:
     model(batch)
 
 
-def bert() -> nn.Module:
+def bert(**options) -> nn.Module:
     torch.manual_seed(0)
     sizes = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
-    return BertModel(BertConfig(**sizes, num_attention_heads=2)).eval()
+    return BertModel(BertConfig(**sizes, num_attention_heads=2, **options)).eval()
 
 
 class IdsOfTransformers(Ids):
@@ -515,6 +515,57 @@ def test_a_call_without_a_mask_has_none_of_other_calls(case):
     assert {entry.name: entry.tokens for entry in mts.report(model).layers}[layer] == rows
     notes = [note for note in mts.report(model).notes if "without a mask" in note]
     assert [note.split()[0] for note in notes] == [noted] * (noted is not None)
+
+
+@pytest.mark.parametrize("states_mask", [MASK, None], ids=["masked", "without"])
+def test_a_decoder_takes_the_mask_of_the_states_that_it_is_given(states_mask):
+    """Though the text is as long, and its mask another."""
+    batch = {
+        "input_ids": torch.ones(2, 4, dtype=torch.long),
+        "attention_mask": MASK.flip(0) & torch.tensor([True, True, True, False]),
+        "encoder_hidden_states": torch.randn(2, 4, 16),
+        "encoder_attention_mask": states_mask,
+    }
+    model = bert(is_decoder=True, add_cross_attention=True)
+    mts.sparsify(model, "wanda", data_loader=[batch], progress=False)
+    rows = {layer.name: layer.tokens for layer in mts.report(model).layers}
+    assert rows["encoder.layer.1.attention.self.key"] == rows["encoder.layer.1.crossattention.self.query"] == 5
+    assert rows["encoder.layer.1.crossattention.self.key"] == (6 if states_mask is not None else 8)
+
+
+class NormedMemory(nn.Module):
+    """Whose attention reads something that is made of the memory."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.q, self.k = nn.LayerNorm(16), nn.Linear(16, 16), nn.Linear(16, 16)
+
+        def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+            return x + (self.q(x) @ self.k(self.norm(memory)).mT).softmax(-1) @ memory
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList([self.Block(), self.Block()])
+
+    def forward(self, tgt, memory, tgt_key_padding_mask, memory_key_padding_mask) -> Tensor:
+        for block in self.blocks:
+            tgt = block(tgt, memory)
+        return tgt
+
+
+@pytest.mark.parametrize("length", [3, 4], ids=["longer than the queries", "as long as the queries"])
+def test_what_is_made_of_an_encoders_states_is_known_by_its_length_or_noted(length):
+    real = torch.arange(length) < torch.tensor([[1], [length]])
+    batch = {"tgt": torch.randn(2, length, 16), "memory": torch.randn(2, 4, 16)}
+    batch |= {"tgt_key_padding_mask": ~real, "memory_key_padding_mask": ~MASK}
+    model = NormedMemory()
+    mts.sparsify(model, "wanda", data_loader=[batch], progress=False)
+    rows = {layer.name: layer.tokens for layer in mts.report(model).layers}
+    assert (rows["blocks.1.q"], rows["blocks.1.k"]) == (real.sum(), MASK.sum() if length == 3 else real.sum())
+    notes = [note for note in mts.report(model).notes if note.startswith("Block is given two inputs of one length")]
+    assert len(notes) == (length == 4)
 
 
 def generated(model: nn.Module) -> None:
