@@ -98,11 +98,18 @@ class PaddingOfCall:
                 self.told[module, side] = None if real is None or real.all() else real
         except PaddingError as error:
             self.told.update({(module, side): error for side in SIDES})
+        advice = f"call it padding_mask, or {OWN} with numbers"
         for name in () if self.told else masks:
-            problem = f"{name!r} of {type(module).__name__} does not say whether True is padding"
-            advice = f"call it padding_mask, or {OWN} with numbers"
-            note = f"{problem}: all rows are counted unless other masks say more ({advice})"
-            self.notes += [note] if note not in self.notes else []
+            self._note_all_counted(f"{name!r} of {type(module).__name__} does not say whether True is padding", advice)
+        pixels = self.told.get((module, "image")) is not None and not takes(module, "input_ids")
+        for name in IMAGE_MASKS if pixels and (module, "decoder") not in self.told else ():
+            if name in named:
+                advice = "give images of one size, without it"
+                self._note_all_counted(f"{name!r} of {type(module).__name__} is of pixels", advice)
+
+    def _note_all_counted(self, problem: str, advice: str) -> None:
+        note = f"{problem}: all rows are counted unless other masks say more ({advice})"
+        self.notes += [note] if note not in self.notes else []
 
     def _forget_masks_around(self, module: nn.Module, named: Mapping[str, Any]) -> None:
         """Masks of the modules around one that takes its own, and of its calls before, do not go for this call of it;
@@ -148,6 +155,9 @@ def token_masks(model: nn.Module, named: Mapping[str, Any]) -> dict[Side, Tensor
         masks["encoder"] = _token_mask(named, OF_STATES) if OF_STATES in named else None
     for value in (named[name] for name in IMAGE_MASKS if isinstance(named.get(name), Tensor)):
         masks["image"] = value.flatten(1) != 0  # of pixels: it fits no layer's rows, which is an error
+        pixels = named.get("pixel_values")
+        if isinstance(pixels, Tensor) and value.shape == pixels.shape[:2] and not takes(model, "input_ids"):
+            masks["encoder"] = masks["decoder"] = masks["image"]  # one for each patch
     return masks
 
 

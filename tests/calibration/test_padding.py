@@ -7,7 +7,15 @@ from typing import NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import BertConfig, BertModel, VisionEncoderDecoderConfig, VisionEncoderDecoderModel, ViTConfig
+from transformers import (
+    BertConfig,
+    BertModel,
+    Siglip2VisionConfig,
+    Siglip2VisionModel,
+    VisionEncoderDecoderConfig,
+    VisionEncoderDecoderModel,
+    ViTConfig,
+)
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import ModelOutput
 
@@ -15,7 +23,7 @@ import modelopt_sparse as mts
 from tests.calibration.collecting import LAYERS, assert_same, collected, padded
 from tests.helpers import refused, tiny_llama
 from tests.models.architectures import ARCHITECTURES, VOCAB, ragged
-from tests.models.stacked import STACKED, Convolving, ConvolvingModel, CrossModel, EncoderDecoder, Prefixed
+from tests.models.stacked import STACKED, Convolving, ConvolvingModel, CrossModel, EncoderDecoder, Prefixed, Stacked
 from tests.oracles.brute_force import assert_stats, brute_force
 
 pytestmark = pytest.mark.core
@@ -566,6 +574,28 @@ def test_what_is_made_of_an_encoders_states_is_known_by_its_length_or_noted(leng
     assert (rows["blocks.1.q"], rows["blocks.1.k"]) == (real.sum(), MASK.sum() if length == 3 else real.sum())
     notes = [note for note in mts.report(model).notes if note.startswith("Block is given two inputs of one length")]
     assert len(notes) == (length == 4)
+
+
+def test_patches_of_images_have_a_mask():
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = Siglip2VisionModel(Siglip2VisionConfig(patch_size=4, num_patches=16, **sizes)).eval()
+    batch = {"pixel_values": torch.randn(2, 4, 48), "spatial_shapes": torch.tensor([[2, 2], [1, 2]])}
+    mts.sparsify(model, "wanda", data_loader=[batch | {"pixel_attention_mask": MASK.long()}], progress=False)
+    assert {layer.tokens for layer in mts.report(model).layers} == {6}
+
+
+def test_a_mask_of_pixels_is_noted_where_there_is_padding():
+    class Image(Stacked):
+        def forward(self, pixel_values: Tensor, pixel_mask: Tensor) -> Tensor:
+            return super().forward(pixel_values.flatten(2).mT)
+
+    for real, noted in ((torch.ones(2, 3, 3), False), (torch.ones(2, 3, 3).tril(), True)):
+        model = Image()
+        batch = {"pixel_values": torch.randn(2, 16, 3, 3), "pixel_mask": real}
+        mts.sparsify(model, "wanda", data_loader=[batch], progress=False)
+        notes = [note for note in mts.report(model).notes if "'pixel_mask' of Image is of pixels: all rows" in note]
+        assert len(notes) == noted
+        assert {layer.tokens for layer in mts.report(model).layers} == {18}
 
 
 def generated(model: nn.Module) -> None:
