@@ -166,13 +166,13 @@ class Calls:
                 undo.enter_context(onloaded_blocks(self.run))
             else:  # a block has its weights before it moves
                 undo.enter_context(self.run.storage.on_request())
-            for module in {module for module, _ in self.data.sides[self.run.model]} - {self.run.model}:
+            for module in {module for module, _ in self.data.sides[self.run.model]}:
                 undo.enter_context(module.register_forward_pre_hook(self._tell, with_kwargs=True))
             undo.enter_context(forwards_replaced(self.run.plan.blocks, self._visit))
             yield
 
     def _tell(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Pre-hook of modules inside the model: note which tokens their arguments call padding, for this call."""
+        """Pre-hook of the model and parts of it: note which tokens their arguments call padding, for this call."""
         if self._attempt is not None and not self._attempt.only_shapes:
             self._attempt.call.numbered.masks.tell(module, args, kwargs)
 

@@ -50,6 +50,7 @@ from modelopt_sparse.run import Run, Unreadable
 
 INSTEAD = "give batches without padding, or set count_padding=True to let padding into the statistics"
 OWN, DECODER, IMAGE_MASKS = "attention_mask", "decoder_attention_mask", ("pixel_attention_mask", "pixel_mask")
+OF_STATES = "encoder_attention_mask"  # of encoder_hidden_states
 PADDING = ("padding_mask", "pad_mask")  # in masks whose names end like these True is padding
 
 
@@ -64,7 +65,8 @@ Around = Sequence[tuple[nn.Module, Side]]  # the modules around a place, the inn
 
 @dataclass(eq=False)
 class PaddingOfCall:
-    """The padding of one call of ``model``, of which its modules are told while the call runs.
+    """The padding of one call of ``model``, or of a part that a loop calls by itself, of which its modules are told
+    while the call runs.
 
     told: (module, side) -> which tokens are real, as the arguments say that the module was called with; None: all; an
     error if they do not say so. A module that is no encoder-decoder has its own tokens on its decoder's side, and those
@@ -81,6 +83,8 @@ class PaddingOfCall:
     def tell(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> None:
         """A module is called. Where that is the model, or one of transformers, attention_mask has to be one of tokens;
         other modules may be given one for each pair of tokens, and True may be either in theirs."""
+        if module is self.model:  # begins, or calls itself
+            self.told.clear()
         named, tensors = _by_name(module, args, kwargs), [x for _, x in parts_within((args, kwargs))]
         masks = {name: x for name, x in named.items() if name.endswith("mask") and _is_of_tokens(x, tensors)}
         clear = {name: x for name, x in masks.items() if x.dtype != torch.bool or name.endswith(PADDING)}
@@ -94,11 +98,18 @@ class PaddingOfCall:
                 self.told[module, side] = None if real is None or real.all() else real
         except PaddingError as error:
             self.told.update({(module, side): error for side in SIDES})
+        advice = f"call it padding_mask, or {OWN} with numbers"
         for name in () if self.told else masks:
-            problem = f"{name!r} of {type(module).__name__} does not say whether True is padding"
-            advice = f"call it padding_mask, or {OWN} with numbers"
-            note = f"{problem}: all rows are counted unless other masks say more ({advice})"
-            self.notes += [note] if note not in self.notes else []
+            self._note_all_counted(f"{name!r} of {type(module).__name__} does not say whether True is padding", advice)
+        pixels = self.told.get((module, "image")) is not None and not takes(module, "input_ids")
+        for name in IMAGE_MASKS if pixels and (module, "decoder") not in self.told else ():
+            if name in named:
+                advice = "give images of one size, without it"
+                self._note_all_counted(f"{name!r} of {type(module).__name__} is of pixels", advice)
+
+    def _note_all_counted(self, problem: str, advice: str) -> None:
+        note = f"{problem}: all rows are counted unless other masks say more ({advice})"
+        self.notes += [note] if note not in self.notes else []
 
     def _forget_masks_around(self, module: nn.Module, named: Mapping[str, Any]) -> None:
         """Masks of the modules around one that takes its own, and of its calls before, do not go for this call of it;
@@ -116,11 +127,14 @@ class PaddingOfCall:
 
     def at(self, around: Around) -> Tensor | None:
         """The mask of real tokens at a place: the innermost module's around it that was told. Raises PaddingError."""
-        told = [self.told[outer] for outer in around if outer in self.told]
-        mask = next((mask for mask in told if not isinstance(mask, PaddingError)), told[0] if told else None)
+        mask = self.find(around)
         if isinstance(mask, PaddingError):
             raise mask
         return mask
+
+    def find(self, around: Around) -> Tensor | PaddingError | None:
+        told = [self.told[outer] for outer in around if outer in self.told]
+        return next((mask for mask in told if not isinstance(mask, PaddingError)), told[0] if told else None)
 
 
 def token_masks(model: nn.Module, named: Mapping[str, Any]) -> dict[Side, Tensor | None]:
@@ -137,8 +151,13 @@ def token_masks(model: nn.Module, named: Mapping[str, Any]) -> dict[Side, Tensor
             masks["decoder"] = _token_mask(named, DECODER)
         elif isinstance(labels, Tensor) and labels.dim() == 2:
             masks["decoder"] = labels != -100
+    if "encoder_hidden_states" in named and not is_encoder_decoder(model):
+        masks["encoder"] = _token_mask(named, OF_STATES) if OF_STATES in named else None
     for value in (named[name] for name in IMAGE_MASKS if isinstance(named.get(name), Tensor)):
         masks["image"] = value.flatten(1) != 0  # of pixels: it fits no layer's rows, which is an error
+        pixels = named.get("pixel_values")
+        if isinstance(pixels, Tensor) and value.shape == pixels.shape[:2] and not takes(model, "input_ids"):
+            masks["encoder"] = masks["decoder"] = masks["image"]  # one for each patch
     return masks
 
 
@@ -190,6 +209,10 @@ def _token_mask(named: Mapping[str, Any], name: str) -> Tensor:
 
 def _of_transformers(module: nn.Module) -> bool:
     return any(base.__module__.startswith("transformers.") for base in type(module).mro())
+
+
+def _of_library(module: nn.Module) -> bool:
+    return _of_transformers(module) or type(module).__module__.startswith("torch.")
 
 
 def _key_padding(model: nn.Module, named: Mapping[str, Any]) -> dict[Side, Tensor | None]:
@@ -274,11 +297,23 @@ class PaddingOfInputs:
         self._sides = sides
         self.masks = PaddingOfCall()
         self._from_encoder: list[Tensor] = []  # what a decoder block is given beside its hidden states
+        self._hidden_shape: torch.Size | None = None  # of these, without their width
         self._token_of_row: dict[nn.Module, Tensor] = {}  # router -> the token of each row that it has sorted
 
     def on_block(self, block: nn.Module, args: tuple, kwargs: dict) -> None:
-        _, *others = (*args, *kwargs.values()) or (None,)
+        hidden, *others = (*args, *kwargs.values()) or (None,)
         self._from_encoder = [x for x in others if isinstance(x, Tensor) and x.is_floating_point() and x.dim() == 3]
+        self._hidden_shape = hidden.shape[:-1] if isinstance(hidden, Tensor) else None
+        if any(state.shape[:-1] == self._hidden_shape for state in self._from_encoder) and not _of_library(block):
+            self._note_masks_that_differ(block)
+
+    def _note_masks_that_differ(self, block: nn.Module) -> None:
+        """Of two inputs of one length: what the block makes of the second, or gives first, has the other's shape."""
+        inner, outer = (self.masks.find([(part, side) for part, _ in self._sides[block]]) for side in SIDES[:2])
+        if inner is not outer and not (isinstance(inner, Tensor) and isinstance(outer, Tensor) and inner.equal(outer)):
+            problem = f"{type(block).__name__} is given two inputs of one length, with masks that differ"
+            note = f"{problem}: what it makes of the second before a layer reads it is taken for the first"
+            self.masks.notes += [note] if note not in self.masks.notes else []
 
     def on_router(self, router: nn.Module, args: tuple, output: Any) -> None:
         self._token_of_row[router] = output[1]
@@ -286,7 +321,7 @@ class PaddingOfInputs:
     def token_mask(self, module: nn.Module, layer: Layer, x: Tensor) -> Tensor | None:
         """The token mask of an input of a layer, shaped like its leading dimensions; None if every token is real."""
         around: Around = self._sides[module]
-        if any(x.data_ptr() == state.data_ptr() and x.shape == state.shape for state in self._from_encoder):
+        if any(self._is_of(x, state) for state in self._from_encoder):
             around = [(outer, "encoder") for outer, _ in around]
         if (mask := self.masks.at(around)) is None:
             return None
@@ -300,6 +335,12 @@ class PaddingOfInputs:
                 return mask.flatten()
         problem = f"layer {layer.name!r} gets an input of shape {list(x.shape)}, the token mask has {list(mask.shape)}"
         raise PaddingError(f"{problem}: which of its rows are padding cannot be told; {INSTEAD}")
+
+    def _is_of(self, x: Tensor, state: Tensor) -> bool:
+        """Whether an input is what an encoder gave, or was made of it: that is seen where it is longer or shorter than
+        the hidden states."""
+        same = x.data_ptr() == state.data_ptr() and x.shape == state.shape
+        return same or x.shape[:-1] == state.shape[:-1] != self._hidden_shape
 
 
 def _without_ones(shape: torch.Size) -> list[int]:
@@ -446,11 +487,14 @@ class CalibrationData:
     def sides(self) -> Mapping[nn.Module, Around]:
         return sides_of(self.run)
 
-    def masks_of(self, call: Call) -> PaddingOfCall:
-        """The padding of a call, as far as its arguments tell it."""
-        masks = PaddingOfCall(self.run.model, self.run.report.notes)
+    def masks_of(self, call: Call, part: nn.Module | None = None) -> PaddingOfCall:
+        """The padding of a call of the model, as far as its arguments tell it; or of a ``part`` by itself, whose
+        masks are those of the model meanwhile."""
+        model, part = self.run.model, self.run.model if part is None else part
+        masks = PaddingOfCall(part, self.run.report.notes)
         if not self.run.config.count_padding:
-            masks.tell(self.run.model, call.args, call.kwargs)
+            masks.tell(part, call.args, call.kwargs)
+            masks.told |= {(model, side): real for (_, side), real in masks.told.items()}
         return masks
 
     def run_model(
@@ -462,27 +506,40 @@ class CalibrationData:
         """Run the whole model over all calls, or over those with these ``numbers``. ``begin`` is called with each,
         ``hooks`` are entered meanwhile."""
         run, calls = self.run, self.calls
-        number, masks = -1, PaddingOfCall()
+        number, masks = -1, PaddingOfCall(run.model)
+        under_way: list[nn.Module] = []  # the model, or the part of it that a loop calls by itself, and parts inside
+        told = {run.model, *(module for module, _ in self.sides[run.model])}
+        parts = [part for part in run.model.modules() if part in told or isinstance(part, PreTrainedModel)]
 
         def on_call(module: nn.Module, args: tuple, kwargs: dict) -> None:
             nonlocal number, masks
-            number += calls is None
+            under_way.append(module)
+            if len(under_way) > 1:
+                if module in told and not run.config.count_padding:
+                    masks.tell(module, args, kwargs)
+                return
             call = Call(args, kwargs) if calls is None else replace(calls[number], args=args, kwargs=kwargs)
-            numbered = NumberedCall(number, call, self.masks_of(call))
-            masks = numbered.masks
+            masks = self.masks_of(call, module)
             if padding is not None:
                 padding.masks = masks
-            begin(numbered)
+            if module is run.model:
+                number += calls is None
+                begin(NumberedCall(number, call, masks))
+
+        def after_call(*_: Any) -> None:
+            under_way.pop()
+            if not under_way and padding is not None:
+                padding.masks = PaddingOfCall(run.model)
 
         with ExitStack() as contexts:
             contexts.enter_context(onloaded_blocks(run))
             # they see what blocks and layers are given, on the device, in its own precision
             padding = None if hooks is None else contexts.enter_context(hooks)
             contexts.enter_context(forward_context(run))
-            contexts.enter_context(run.model.register_forward_pre_hook(on_call, with_kwargs=True, prepend=True))
-            for module in {module for module, _ in self.sides[run.model]} - {run.model}:
-                hook = module.register_forward_pre_hook(lambda *call: masks.tell(*call), with_kwargs=True)
-                contexts.enter_context(hook)
+            for part in parts:
+                first = part is run.model
+                contexts.enter_context(part.register_forward_pre_hook(on_call, with_kwargs=True, prepend=first))
+                contexts.enter_context(part.register_forward_hook(after_call, always_call=True))
             if run.config.forward_loop is not None:
                 run.config.forward_loop(run.model)
                 return

@@ -64,7 +64,8 @@ def default_batch_size(seq_len: int, device: torch.device) -> int:
 
 def is_encoder_decoder(model: nn.Module) -> bool:
     says_so = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
-    return says_so and callable(getattr(model, "get_encoder", None))  # not what holds such a model and its config
+    encoder = getattr(model, "get_encoder", None)  # what holds such a model and its config has none; its decoder has
+    return says_so and callable(encoder) and encoder() is not model  # that model's config, and gives itself
 
 
 def writes_text(model: nn.Module) -> bool:

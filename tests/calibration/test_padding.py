@@ -7,7 +7,15 @@ from typing import NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import BertConfig, BertModel, VisionEncoderDecoderConfig, VisionEncoderDecoderModel, ViTConfig
+from transformers import (
+    BertConfig,
+    BertModel,
+    Siglip2VisionConfig,
+    Siglip2VisionModel,
+    VisionEncoderDecoderConfig,
+    VisionEncoderDecoderModel,
+    ViTConfig,
+)
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import ModelOutput
 
@@ -15,7 +23,7 @@ import modelopt_sparse as mts
 from tests.calibration.collecting import LAYERS, assert_same, collected, padded
 from tests.helpers import refused, tiny_llama
 from tests.models.architectures import ARCHITECTURES, VOCAB, ragged
-from tests.models.stacked import STACKED, Convolving, ConvolvingModel, CrossModel, EncoderDecoder, Prefixed
+from tests.models.stacked import STACKED, Convolving, ConvolvingModel, CrossModel, EncoderDecoder, Prefixed, Stacked
 from tests.oracles.brute_force import assert_stats, brute_force
 
 pytestmark = pytest.mark.core
@@ -365,10 +373,10 @@ def positional(model: nn.Module, batch) -> None:
     model(batch)
 
 
-def bert() -> nn.Module:
+def bert(**options) -> nn.Module:
     torch.manual_seed(0)
     sizes = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
-    return BertModel(BertConfig(**sizes, num_attention_heads=2)).eval()
+    return BertModel(BertConfig(**sizes, num_attention_heads=2, **options)).eval()
 
 
 class IdsOfTransformers(Ids):
@@ -515,6 +523,139 @@ def test_a_call_without_a_mask_has_none_of_other_calls(case):
     assert {entry.name: entry.tokens for entry in mts.report(model).layers}[layer] == rows
     notes = [note for note in mts.report(model).notes if "without a mask" in note]
     assert [note.split()[0] for note in notes] == [noted] * (noted is not None)
+
+
+@pytest.mark.parametrize("states_mask", [MASK, None], ids=["masked", "without"])
+def test_a_decoder_takes_the_mask_of_the_states_that_it_is_given(states_mask):
+    """Though the text is as long, and its mask another."""
+    batch = {
+        "input_ids": torch.ones(2, 4, dtype=torch.long),
+        "attention_mask": MASK.flip(0) & torch.tensor([True, True, True, False]),
+        "encoder_hidden_states": torch.randn(2, 4, 16),
+        "encoder_attention_mask": states_mask,
+    }
+    model = bert(is_decoder=True, add_cross_attention=True)
+    mts.sparsify(model, "wanda", data_loader=[batch], progress=False)
+    rows = {layer.name: layer.tokens for layer in mts.report(model).layers}
+    assert rows["encoder.layer.1.attention.self.key"] == rows["encoder.layer.1.crossattention.self.query"] == 5
+    assert rows["encoder.layer.1.crossattention.self.key"] == (6 if states_mask is not None else 8)
+
+
+class NormedMemory(nn.Module):
+    """Whose attention reads something that is made of the memory."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.q, self.k = nn.LayerNorm(16), nn.Linear(16, 16), nn.Linear(16, 16)
+
+        def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+            return x + (self.q(x) @ self.k(self.norm(memory)).mT).softmax(-1) @ memory
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList([self.Block(), self.Block()])
+
+    def forward(self, tgt, memory, tgt_key_padding_mask, memory_key_padding_mask) -> Tensor:
+        for block in self.blocks:
+            tgt = block(tgt, memory)
+        return tgt
+
+
+@pytest.mark.parametrize("length", [3, 4], ids=["longer than the queries", "as long as the queries"])
+def test_what_is_made_of_an_encoders_states_is_known_by_its_length_or_noted(length):
+    real = torch.arange(length) < torch.tensor([[1], [length]])
+    batch = {"tgt": torch.randn(2, length, 16), "memory": torch.randn(2, 4, 16)}
+    batch |= {"tgt_key_padding_mask": ~real, "memory_key_padding_mask": ~MASK}
+    model = NormedMemory()
+    mts.sparsify(model, "wanda", data_loader=[batch], progress=False)
+    rows = {layer.name: layer.tokens for layer in mts.report(model).layers}
+    assert (rows["blocks.1.q"], rows["blocks.1.k"]) == (real.sum(), MASK.sum() if length == 3 else real.sum())
+    notes = [note for note in mts.report(model).notes if note.startswith("Block is given two inputs of one length")]
+    assert len(notes) == (length == 4)
+
+
+def test_patches_of_images_have_a_mask():
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = Siglip2VisionModel(Siglip2VisionConfig(patch_size=4, num_patches=16, **sizes)).eval()
+    batch = {"pixel_values": torch.randn(2, 4, 48), "spatial_shapes": torch.tensor([[2, 2], [1, 2]])}
+    mts.sparsify(model, "wanda", data_loader=[batch | {"pixel_attention_mask": MASK.long()}], progress=False)
+    assert {layer.tokens for layer in mts.report(model).layers} == {6}
+
+
+def test_a_mask_of_pixels_is_noted_where_there_is_padding():
+    class Image(Stacked):
+        def forward(self, pixel_values: Tensor, pixel_mask: Tensor) -> Tensor:
+            return super().forward(pixel_values.flatten(2).mT)
+
+    for real, noted in ((torch.ones(2, 3, 3), False), (torch.ones(2, 3, 3).tril(), True)):
+        model = Image()
+        batch = {"pixel_values": torch.randn(2, 16, 3, 3), "pixel_mask": real}
+        mts.sparsify(model, "wanda", data_loader=[batch], progress=False)
+        notes = [note for note in mts.report(model).notes if "'pixel_mask' of Image is of pixels: all rows" in note]
+        assert len(notes) == noted
+        assert {layer.tokens for layer in mts.report(model).layers} == {18}
+
+
+def generated(model: nn.Module) -> None:
+    for batch in padded():
+        model.generate(**batch, max_new_tokens=3, min_new_tokens=3, do_sample=False)
+
+
+class SelfCalling(Ids):
+    """Takes batches in a list one by one."""
+
+    def forward(self, batch, attention_mask: Tensor | None = None) -> Tensor | list[Tensor]:
+        if isinstance(batch, list):
+            return [self(ids, attention_mask=ids != 0) for ids in batch]
+        return super().forward(batch)
+
+
+PADDED_ROWS = sum(int(batch["attention_mask"].sum()) for batch in padded())
+LOOPS = {  # that call parts of the model, or a model that calls itself -> the layer whose rows are the tokens
+    "a model inside": (
+        Lightning,
+        lambda model: [model.model(**batch) for batch in padded()],
+        "model.encoder.layer.0.output.dense",
+    ),
+    "parts of a model of transformers": (
+        tiny_llama,
+        lambda model: [model.model(**batch) for batch in padded()],
+        "model.layers.0.mlp.up_proj",
+    ),
+    "generate": (ARCHITECTURES["t5"].build, generated, "encoder.block.0.layer.1.DenseReluDense.wo"),
+    "itself": (SelfCalling, lambda model: model(zero_padded()), "blocks.0.up"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:stack .* is calibrated through the whole model")
+@pytest.mark.parametrize("case", LOOPS)
+def test_a_loop_may_call_parts_of_the_model(case):
+    build, loop, name = LOOPS[case]
+    model = build().eval()
+    mts.sparsify(model, "wanda", forward_loop=loop, progress=False)
+    assert {layer.name: layer.tokens for layer in mts.report(model).layers}[name] == PADDED_ROWS
+
+
+@pytest.mark.filterwarnings("ignore:stack .* is calibrated through the whole model")
+def test_what_a_loop_calls_by_itself_has_no_mask_of_the_call_before():
+    """A block, which says nothing of padding; the input is as long as the padded batch."""
+
+    def loop(model: nn.Module) -> None:
+        batch = padded()[0]
+        model(**batch)
+        model.encoder.layer[0](torch.ones(*batch["input_ids"].shape, 16))
+
+    model = bert()
+    mts.sparsify(model, "wanda", forward_loop=loop, progress=False)
+    tokens = {layer.name: layer.tokens for layer in mts.report(model).layers}
+    assert tokens["encoder.layer.0.intermediate.dense"] == int(padded()[0]["attention_mask"].sum()) + 3 * 12
+
+
+def test_a_model_that_calls_itself_is_told_by_each_of_its_calls():
+    found = collected(SelfCalling(), ID_BLOCKS, data_loader=[zero_padded()], collect_func=lambda batch: (batch,))
+    assert {stats.tokens for stats in found.values()} == {PADDED_ROWS}
 
 
 def test_labels_of_an_encoder_decoder_go_for_a_decoder_that_is_called_without_a_mask():
