@@ -156,7 +156,8 @@ def test_an_average_has_the_masks_of_its_model_or_is_refused(how, use_buffers):
             masks[name] = mask.roll(1, 1)
         average.update_parameters(model)
     if use_buffers:
-        for door in (average.train, average.state_dict):
+        run, export = lambda: average(torch.ones(1, 16)), lambda: mts.export(average.module)
+        for door in (run, export, average.train, average.state_dict):
             with pytest.raises(ValueError, match=r"the mask of '0\.weight' keeps \d+ weights, and kept .*use_buffers"):
                 door()
     for name, mask in masks.items():  # as docs/training.md says
