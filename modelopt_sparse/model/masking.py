@@ -326,6 +326,7 @@ class SparseModule(nn.Module):
 
     def __setstate__(self, state: Any) -> None:
         super().__setstate__(state)
+        self.faint_parameters = ()  # nobody moves the masks of a copy
         self.count_kept(copied=True)
         _watch_weights(self)
 

@@ -205,6 +205,8 @@ class Sparsity(ABC):
         self._hooks, self._steps, self._reminders = [], {}, {}
         for weight in self.sparse_params.values():
             weight.optimizers.clear()
+        if self._model is not None:
+            pass_pruned_gradients(self._model, False, self._names())
 
     def remove(self) -> None:
         """Make the parameters plain again, with their zeros baked in, and take all hooks away. State of optimizers

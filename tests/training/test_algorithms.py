@@ -1,6 +1,7 @@
 """The contract of sparse training: all algorithms, patterns and kinds of parameters, under several optimizers."""
 
 import copy
+import pickle
 import re
 import warnings
 
@@ -186,6 +187,22 @@ def test_gradients_reach_pruned_places_only_on_the_step_before_an_update():
         assert all(p.abs().max() <= k.abs().max() * 2**-20 for p, k in zip(pruned, kept))
         optimizer.step()
     assert faint == [False, False, True, False, False, True]
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "release"])
+def test_gradients_stay_away_from_pruned_places_once_no_update_follows(how):
+    sparsity = training.RigL(0.75, include=LAYERS, update=2)
+    model, optimizers = made_sparse(sparsity)
+    train(model, optimizers, 1)
+    if how == "release":
+        sparsity.release()
+    else:
+        model = copy.deepcopy(model) if how == "deepcopy" else pickle.loads(pickle.dumps(model))
+    model.zero_grad()
+    for step in range(2):
+        loss_of(model, batch(step)).backward()
+    for name, mask in named_masks(model):
+        assert not model.get_parameter(name).grad[~mask].any()
 
 
 @pytest.mark.parametrize(
