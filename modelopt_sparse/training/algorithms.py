@@ -110,13 +110,16 @@ class SparsityAlgorithm(Sparsity):
     def members(self) -> list[tuple[Filter, Any]]:
         return [(self.include, self)]
 
-    def levels(self, shapes: Mapping[str, tuple[int, ...]], step: int) -> dict[str, float]:
-        """The level of each parameter at a step, by name, in [0, 1). ``shapes``: by which "erk" shares it out."""
+    def levels(
+        self, shapes: Mapping[str, tuple[int, ...]], step: int, numbers: Mapping[str, int] = {}
+    ) -> dict[str, float]:
+        """The level of each parameter at a step, by name, in [0, 1). "erk" shares it out by ``shapes``, and ``numbers``
+        of matrices."""
         level = self.sparsity(step, self.when.before(step))
         if level >= 1:
             warnings.warn(f"{self!r}: the level is 1, where no weight is left: end updates before", stacklevel=2)
         level = min(max(level, 0.0), math.nextafter(1.0, 0.0))
-        return erk_levels(shapes, level) if self.distribution == "erk" else dict.fromkeys(shapes, level)
+        return erk_levels(shapes, level, numbers) if self.distribution == "erk" else dict.fromkeys(shapes, level)
 
     def describe(self) -> dict[str, Any]:
         """All options, as plain values: what a saved state is compared by."""

@@ -386,6 +386,10 @@ def test_erk_shares_the_level_out():
     zeros = [int((module.weight == 0).sum()) for module in model]
     assert sum(zeros) == pytest.approx(0.9 * (64 + 128**2), abs=1)
     assert zeros[0] == 0, "a density of 16 / 64 eps is over 1"
+    rows = training.Static(0.5, include=["linear.weight", "experts.*"], distribution="erk").plan(Zoo()).rows
+    assert sum(row.zeros for row in rows) == pytest.approx(0.5 * sum(row.size for row in rows), abs=4), (
+        "a bank is three"
+    )
 
 
 # groups, and algorithms of one's own --------------------------------------------------------------------------------
