@@ -7,6 +7,7 @@ import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from transformers import ViTConfig, ViTModel
 from transformers.optimization import Adafactor
@@ -131,6 +132,24 @@ def test_zeros_hold_in_every_optimizer(kind, name):
     assert sparsity.step == 7
     moved = [not torch.equal(mask, before[name]) for name, mask in named_masks(model)]
     assert sum(moved) >= 0.5 * len(moved)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+def test_the_state_of_an_optimizer_that_is_shared_out_is_zeroed():
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # warns
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = Zoo()
+        sparsity = training.SET(0.5, include=LAYERS, update=2)
+        optimizer = applied(sparsity, model, ZeroRedundancyOptimizer, optimizer_class=torch.optim.AdamW)
+        for number in range(3):
+            before = masks_of(model)
+            loss_of(model, batch(number)).backward()
+            optimizer.step()
+        assert_zero_at_rest(model, [optimizer.optim], before)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_the_smallest_weights_after_the_step_are_dropped():
