@@ -353,9 +353,10 @@ class SparseModule(nn.Module):
         for name, mask in _own_masks(self):
             key = f"{prefix}{name}"
             state_dict.setdefault(key + SUFFIX, mask)  # a dense state dict: the module keeps its mask
-            if local_metadata.get("assign_to_params_buffers") and key in state_dict:
-                # it becomes the parameter: the caller's own tensor must not be masked
-                state_dict[key] = state_dict[key].clone()
+            if local_metadata.get("assign_to_params_buffers"):  # they become the module's, and change with it
+                state_dict[key + SUFFIX] = state_dict[key + SUFFIX].to(torch.bool, copy=True)
+                if key in state_dict:
+                    state_dict[key] = state_dict[key].clone()
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )

@@ -80,6 +80,8 @@ def test_strict_load_of_a_sparse_state_dict_takes_its_mask(assign: bool):
     assert torch.equal(next(mts.named_masks(module))[1], theirs)
     assert torch.equal(module.weight, other.weight)
     assert (state["weight"][~theirs] == 5.0).all()
+    module.weight_mask.fill_(False)
+    assert torch.equal(state["weight_mask"], theirs)
 
 
 def test_unexpected_and_missing_keys_are_still_reported():
