@@ -165,15 +165,15 @@ class DynamicSparsityAlgorithm(SparsityAlgorithm):
     def update(self) -> None:
         """Move the masks of all parameters that the algorithm has, by the present step."""
         levels = levels_at(self.step, self.sparse_params.values())
+        moving = {name: weight for name, weight in self.sparse_params.items() if not weight.still}
+        if self.needs_gradient and moving and all(weight.parameter.grad is None for weight in moving.values()):
+            raise RuntimeError(f"{next(iter(moving))!r} has no gradient after step {self.step}: keep it until then")
         lost = []
-        for name, weight in self.sparse_params.items():
-            if weight.still:
-                continue
+        for name, weight in moving.items():
             matrix = weight.layer.matrix(weight.data)
             if self.needs_gradient:
-                gradient = weight.gradient
-                if gradient is None:
-                    raise RuntimeError(f"{name!r} has no gradient after step {self.step}: keep it until then")
+                if (gradient := weight.gradient) is None:
+                    continue  # no sample of this step came to the layer
                 came = gradient != 0
                 if (came & weight.mask).any() and not weight.mask.all() and not (came & ~weight.mask).any():
                     lost.append(name)

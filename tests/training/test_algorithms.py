@@ -268,6 +268,15 @@ def test_an_expert_without_tokens_keeps_its_mask():
         assert torch.equal(after[expert], mask[expert]) == (expert not in busy)
 
 
+def test_a_layer_without_samples_keeps_its_mask():
+    model = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+    optimizer = applied(training.RigL(0.5, include="*.weight", update=1), model)
+    before = masks_of(model)
+    model[1](torch.randn(4, 8)).square().sum().backward()
+    optimizer.step()
+    assert [torch.equal(mask, before[name]) for name, mask in named_masks(model)] == [True, False]
+
+
 def test_weights_that_their_parent_reads_grow_by_their_full_gradient():
     """The hook on the Parameter makes it faint, as that of any other weight."""
     sparsity = training.RigL(0.5, include="read.weight", drop_fraction=0.5, update=1)
