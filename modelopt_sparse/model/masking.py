@@ -209,7 +209,7 @@ def attach_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> torc
             zero_state(optimizer, _find_parameter(model, name)[2], mask)
 
     reapply()
-    return optimizer.register_step_post_hook(reapply)
+    return optimizer.register_step_post_hook(torch.compiler.disable(reapply))  # type: ignore[arg-type]
 
 
 def zero_state(optimizer: torch.optim.Optimizer, weight: nn.Parameter, mask: Tensor) -> None:

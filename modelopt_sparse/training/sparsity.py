@@ -251,6 +251,7 @@ class Sparsity(ABC):
         if reminder := self._reminders.get(optimizer):
             reminder.wait(any(self.step < algorithm.when.last for algorithm in self.algorithms()))
 
+    @torch.compiler.disable
     @torch.no_grad()
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Until `_after_step` the optimizer sees no gradients at pruned places, but those that its closure makes."""
@@ -258,6 +259,7 @@ class Sparsity(ABC):
             for weight in self._trained_by(optimizer):
                 weight.hide_faint()
 
+    @torch.compiler.disable
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """One optimizer has made a step; with the last of them, the step is finished and masks may move."""
         for weight in self._trained_by(optimizer):
