@@ -12,7 +12,7 @@ import functools
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
@@ -209,7 +209,7 @@ def attach_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> torc
             zero_state(optimizer, _find_parameter(model, name)[2], mask)
 
     reapply()
-    return optimizer.register_step_post_hook(reapply)
+    return optimizer.register_step_post_hook(torch.compiler.disable(reapply))  # type: ignore[arg-type]
 
 
 def zero_state(optimizer: torch.optim.Optimizer, weight: nn.Parameter, mask: Tensor) -> None:
@@ -218,7 +218,8 @@ def zero_state(optimizer: torch.optim.Optimizer, weight: nn.Parameter, mask: Ten
     Tensors with an attribute ``requires_dense`` that is True stay as they are, and so do integers: they are codes
     (8-bit states), where the code 0 need not stand for the number 0.
     """
-    for value in optimizer.state.get(weight, {}).values():
+    holder = getattr(optimizer, "optim", optimizer)  # the one inside of ZeroRedundancyOptimizer
+    for value in holder.state.get(weight, {}).values():
         alike = isinstance(value, Tensor) and value.shape == weight.shape and value.is_floating_point()
         if alike and not getattr(value, "requires_dense", False):
             with torch.no_grad():
@@ -257,7 +258,8 @@ class SparseModule(nn.Module):
 
     ``masked_names`` are the parameters that carry a mask, in the module that `set_mask` found at ``masked_path``.
     ``faint_parameters`` are those of them whose gradients reach pruned places (`pass_pruned_gradients`). ``told`` are
-    those of which `_tell` has warned. ``mask_sizes``: in a copy of a module, how many weights each mask keeps.
+    those of which `_tell` has warned. ``mask_sizes``: in a copy of a module, how many weights each mask keeps, and
+    its version then.
     """
 
     base: ClassVar[type[nn.Module]]
@@ -265,28 +267,30 @@ class SparseModule(nn.Module):
     masked_path: str = ""
     told: tuple[str, ...] = ()
     faint_parameters: tuple[str, ...] = ()
-    mask_sizes: Mapping[str, int] | None = None
+    mask_sizes: dict[str, tuple[int, int]] | None = None
 
     def train(self, mode: bool = True) -> Any:
         if mode != self.training:
-            self._refuse_averaged_masks()
             apply_masks(self, recurse=False)
         return super().train(mode)
 
     def count_kept(self, *, copied: bool = False) -> None:
         """Remember how many weights each mask keeps, in a module that has been ``copied``, now or before."""
         if copied or self.mask_sizes is not None:
-            masks = [(name, mask) for name, mask in _own_masks(self) if not mask.is_meta]
-            self.mask_sizes = {name: count_nonzero(mask) for name, mask in masks}
+            masks = [(name, mask) for name, mask in _own_masks(self) if not (mask.is_meta or mask.is_inference())]
+            self.mask_sizes = {name: (count_nonzero(mask), mask._version) for name, mask in masks}
 
-    def _refuse_averaged_masks(self) -> None:
+    def refuse_averaged_mask(self, name: str, mask: Tensor) -> None:
         """An average of models is a copy, and averages of masks keep what any of the models has kept."""
-        for name, mask in _own_masks(self):
-            size = (self.mask_sizes or {}).get(name)
-            if size is not None and not mask.is_meta and (now := count_nonzero(mask)) != size:
-                problem = f"the mask of {full_name(self.masked_path, name)!r} keeps {now} weights, and kept {size}"
-                cause = "something else than this package has written to it, as AveragedModel(use_buffers=True) does"
-                raise ValueError(f"{problem}: {cause}: see 'Averages of weights' in docs/training.md")
+        sizes = self.mask_sizes or {}
+        if name not in sizes or mask.is_meta or mask.is_inference():
+            return
+        size, version = sizes[name]
+        if version != mask._version and (now := count_nonzero(mask)) != size:
+            problem = f"the mask of {full_name(self.masked_path, name)!r} keeps {now} weights, and kept {size}"
+            cause = "something else than this package has written to it, as AveragedModel(use_buffers=True) does"
+            raise ValueError(f"{problem}: {cause}: see 'Averages of weights' in docs/training.md")
+        sizes[name] = size, mask._version
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         weight, _, part = name.rpartition("_")
@@ -323,6 +327,7 @@ class SparseModule(nn.Module):
 
     def __setstate__(self, state: Any) -> None:
         super().__setstate__(state)
+        self.faint_parameters = ()  # nobody moves the masks of a copy
         self.count_kept(copied=True)
         _watch_weights(self)
 
@@ -339,7 +344,6 @@ class SparseModule(nn.Module):
         return _rebuild, (self.base,), *state
 
     def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:
-        self._refuse_averaged_masks()
         apply_masks(self, recurse=False)
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
@@ -349,9 +353,10 @@ class SparseModule(nn.Module):
         for name, mask in _own_masks(self):
             key = f"{prefix}{name}"
             state_dict.setdefault(key + SUFFIX, mask)  # a dense state dict: the module keeps its mask
-            if local_metadata.get("assign_to_params_buffers") and key in state_dict:
-                # it becomes the parameter: the caller's own tensor must not be masked
-                state_dict[key] = state_dict[key].clone()
+            if local_metadata.get("assign_to_params_buffers"):  # they become the module's, and change with it
+                state_dict[key + SUFFIX] = state_dict[key + SUFFIX].to(torch.bool, copy=True)
+                if key in state_dict:
+                    state_dict[key] = state_dict[key].clone()
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
@@ -585,6 +590,7 @@ def ensure_zeroed(weight: Tensor, mask: Tensor, holder: SparseModule, name: str,
     """
     if is_zeroed(weight, mask):
         return True
+    holder.refuse_averaged_mask(name, mask)
     if (
         not isinstance(weight, MaskedParameter)
         or holder not in vars(weight).get("cuts", ())

@@ -110,13 +110,16 @@ class SparsityAlgorithm(Sparsity):
     def members(self) -> list[tuple[Filter, Any]]:
         return [(self.include, self)]
 
-    def levels(self, shapes: Mapping[str, tuple[int, ...]], step: int) -> dict[str, float]:
-        """The level of each parameter at a step, by name, in [0, 1). ``shapes``: by which "erk" shares it out."""
+    def levels(
+        self, shapes: Mapping[str, tuple[int, ...]], step: int, numbers: Mapping[str, int] = {}
+    ) -> dict[str, float]:
+        """The level of each parameter at a step, by name, in [0, 1). "erk" shares it out by ``shapes``, and ``numbers``
+        of matrices."""
         level = self.sparsity(step, self.when.before(step))
         if level >= 1:
             warnings.warn(f"{self!r}: the level is 1, where no weight is left: end updates before", stacklevel=2)
         level = min(max(level, 0.0), math.nextafter(1.0, 0.0))
-        return erk_levels(shapes, level) if self.distribution == "erk" else dict.fromkeys(shapes, level)
+        return erk_levels(shapes, level, numbers) if self.distribution == "erk" else dict.fromkeys(shapes, level)
 
     def describe(self) -> dict[str, Any]:
         """All options, as plain values: what a saved state is compared by."""
@@ -162,15 +165,15 @@ class DynamicSparsityAlgorithm(SparsityAlgorithm):
     def update(self) -> None:
         """Move the masks of all parameters that the algorithm has, by the present step."""
         levels = levels_at(self.step, self.sparse_params.values())
+        moving = {name: weight for name, weight in self.sparse_params.items() if not weight.still}
+        if self.needs_gradient and moving and all(weight.parameter.grad is None for weight in moving.values()):
+            raise RuntimeError(f"{next(iter(moving))!r} has no gradient after step {self.step}: keep it until then")
         lost = []
-        for name, weight in self.sparse_params.items():
-            if weight.still:
-                continue
+        for name, weight in moving.items():
             matrix = weight.layer.matrix(weight.data)
             if self.needs_gradient:
-                gradient = weight.gradient
-                if gradient is None:
-                    raise RuntimeError(f"{name!r} has no gradient after step {self.step}: keep it until then")
+                if (gradient := weight.gradient) is None:
+                    continue  # no sample of this step came to the layer
                 came = gradient != 0
                 if (came & weight.mask).any() and not weight.mask.all() and not (came & ~weight.mask).any():
                     lost.append(name)

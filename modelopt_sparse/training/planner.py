@@ -415,7 +415,8 @@ def levels_at(step: int, weights: Collection[SparseParameter]) -> dict[str, floa
             weight.name: weight.shape[-2:] if isinstance(weight.layer.adapter, RoutedAdapter) else weight.shape
             for weight in members
         }
-        levels |= algorithm.levels(shapes, step)  # ERK goes by shapes, of experts by that of one
+        numbers = {weight.name: math.prod(weight.shape) // math.prod(shapes[weight.name]) for weight in members}
+        levels |= algorithm.levels(shapes, step, numbers)  # ERK goes by shapes, of experts by that of one
     return levels
 
 

@@ -205,6 +205,8 @@ class Sparsity(ABC):
         self._hooks, self._steps, self._reminders = [], {}, {}
         for weight in self.sparse_params.values():
             weight.optimizers.clear()
+        if self._model is not None:
+            pass_pruned_gradients(self._model, False, self._names())
 
     def remove(self) -> None:
         """Make the parameters plain again, with their zeros baked in, and take all hooks away. State of optimizers
@@ -249,6 +251,7 @@ class Sparsity(ABC):
         if reminder := self._reminders.get(optimizer):
             reminder.wait(any(self.step < algorithm.when.last for algorithm in self.algorithms()))
 
+    @torch.compiler.disable
     @torch.no_grad()
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Until `_after_step` the optimizer sees no gradients at pruned places, but those that its closure makes."""
@@ -256,6 +259,7 @@ class Sparsity(ABC):
             for weight in self._trained_by(optimizer):
                 weight.hide_faint()
 
+    @torch.compiler.disable
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """One optimizer has made a step; with the last of them, the step is finished and masks may move."""
         for weight in self._trained_by(optimizer):

@@ -437,14 +437,14 @@ def largest_magnitudes(
 # levels over layers ---------------------------------------------------------------------------------------------------
 
 
-def erk_levels(shapes: Mapping[str, Sequence[int]], level: float) -> dict[str, float]:
+def erk_levels(shapes: Mapping[str, Sequence[int]], level: float, numbers: Mapping[str, int] = {}) -> dict[str, float]:
     """The level of each weight under the Erdos-Renyi-Kernel rule of RigL (arXiv 1911.11134, section 3), by name.
 
     The density of a weight is ``eps * sum(shape) / prod(shape)``, at most 1, with the eps for which all weights
-    together have ``level``.
+    together have ``level``. ``numbers``: how many of its shape a weight has, as a bank of experts.
     """
-    sizes = {name: math.prod(shape) for name, shape in shapes.items()}
-    raw = {name: sum(shape) / sizes[name] for name, shape in shapes.items()}
+    sizes = {name: math.prod(shape) * numbers.get(name, 1) for name, shape in shapes.items()}
+    raw = {name: sum(shape) / math.prod(shape) for name, shape in shapes.items()}
     wanted = (1 - level) * sum(sizes.values())
     dense: set[str] = set()
     while True:

@@ -80,6 +80,8 @@ def test_strict_load_of_a_sparse_state_dict_takes_its_mask(assign: bool):
     assert torch.equal(next(mts.named_masks(module))[1], theirs)
     assert torch.equal(module.weight, other.weight)
     assert (state["weight"][~theirs] == 5.0).all()
+    module.weight_mask.fill_(False)
+    assert torch.equal(state["weight_mask"], theirs)
 
 
 def test_unexpected_and_missing_keys_are_still_reported():
@@ -156,7 +158,8 @@ def test_an_average_has_the_masks_of_its_model_or_is_refused(how, use_buffers):
             masks[name] = mask.roll(1, 1)
         average.update_parameters(model)
     if use_buffers:
-        for door in (average.train, average.state_dict):
+        run, export = lambda: average(torch.ones(1, 16)), lambda: mts.export(average.module)
+        for door in (run, export, average.train, average.state_dict):
             with pytest.raises(ValueError, match=r"the mask of '0\.weight' keeps \d+ weights, and kept .*use_buffers"):
                 door()
     for name, mask in masks.items():  # as docs/training.md says

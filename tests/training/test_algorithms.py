@@ -1,11 +1,13 @@
 """The contract of sparse training: all algorithms, patterns and kinds of parameters, under several optimizers."""
 
 import copy
+import pickle
 import re
 import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from transformers import ViTConfig, ViTModel
 from transformers.optimization import Adafactor
@@ -132,6 +134,24 @@ def test_zeros_hold_in_every_optimizer(kind, name):
     assert sum(moved) >= 0.5 * len(moved)
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+def test_the_state_of_an_optimizer_that_is_shared_out_is_zeroed():
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # warns
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = Zoo()
+        sparsity = training.SET(0.5, include=LAYERS, update=2)
+        optimizer = applied(sparsity, model, ZeroRedundancyOptimizer, optimizer_class=torch.optim.AdamW)
+        for number in range(3):
+            before = masks_of(model)
+            loss_of(model, batch(number)).backward()
+            optimizer.step()
+        assert_zero_at_rest(model, [optimizer.optim], before)
+    finally:
+        dist.destroy_process_group()
+
+
 def test_the_smallest_weights_after_the_step_are_dropped():
     """Weights make their step first, then masks move, by the weights that it left."""
     model = nn.Linear(4, 1, bias=False)
@@ -188,6 +208,22 @@ def test_gradients_reach_pruned_places_only_on_the_step_before_an_update():
     assert faint == [False, False, True, False, False, True]
 
 
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "release"])
+def test_gradients_stay_away_from_pruned_places_once_no_update_follows(how):
+    sparsity = training.RigL(0.75, include=LAYERS, update=2)
+    model, optimizers = made_sparse(sparsity)
+    train(model, optimizers, 1)
+    if how == "release":
+        sparsity.release()
+    else:
+        model = copy.deepcopy(model) if how == "deepcopy" else pickle.loads(pickle.dumps(model))
+    model.zero_grad()
+    for step in range(2):
+        loss_of(model, batch(step)).backward()
+    for name, mask in named_masks(model):
+        assert not model.get_parameter(name).grad[~mask].any()
+
+
 @pytest.mark.parametrize(
     ("kind", "options"),
     [(torch.optim.AdamW, {}), (Adafactor, {"relative_step": False, "scale_parameter": False})],
@@ -230,6 +266,15 @@ def test_an_expert_without_tokens_keeps_its_mask():
     assert busy != {0, 1, 2}, "the test needs an expert without tokens"
     for expert in range(3):
         assert torch.equal(after[expert], mask[expert]) == (expert not in busy)
+
+
+def test_a_layer_without_samples_keeps_its_mask():
+    model = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+    optimizer = applied(training.RigL(0.5, include="*.weight", update=1), model)
+    before = masks_of(model)
+    model[1](torch.randn(4, 8)).square().sum().backward()
+    optimizer.step()
+    assert [torch.equal(mask, before[name]) for name, mask in named_masks(model)] == [True, False]
 
 
 def test_weights_that_their_parent_reads_grow_by_their_full_gradient():
@@ -369,6 +414,10 @@ def test_erk_shares_the_level_out():
     zeros = [int((module.weight == 0).sum()) for module in model]
     assert sum(zeros) == pytest.approx(0.9 * (64 + 128**2), abs=1)
     assert zeros[0] == 0, "a density of 16 / 64 eps is over 1"
+    rows = training.Static(0.5, include=["linear.weight", "experts.*"], distribution="erk").plan(Zoo()).rows
+    assert sum(row.zeros for row in rows) == pytest.approx(0.5 * sum(row.size for row in rows), abs=4), (
+        "a bank is three"
+    )
 
 
 # groups, and algorithms of one's own --------------------------------------------------------------------------------

@@ -147,6 +147,7 @@ def test_what_is_linear_folds_into_one_layer_and_the_rest_is_named(layer, shape)
     for member, activation in (("doped", nn.ReLU), ("parallel", None), ("factorized", None)):
         ift = replaced(layer, 0.5, member, activation=activation)
         ift.sparsity.apply(ift.model)
+        assert training.fold(ift.model) == ["middle"]
         mts.export(ift.model)
         before = ift.model(x)
         assert training.fold(ift.model) == []

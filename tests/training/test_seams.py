@@ -13,6 +13,7 @@ from accelerate import Accelerator
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import modelopt_sparse as mts
 from modelopt_sparse import training
 from modelopt_sparse.model.masking import named_masks
 from tests.helpers import assert_bits
@@ -106,6 +107,19 @@ def test_loops_that_compute_the_same_make_the_same(loop, recompute):
     _, optimizer = started(model)
     loop(model, optimizer)
     assert_same_masks(model, plain())
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own deprecations
+@pytest.mark.parametrize("attached", [False, True])
+def test_steps_may_be_compiled(attached):
+    model = Mlp()
+    _, optimizer = started(model)
+    if attached:
+        mts.attach_optimizer(optimizer, model)
+    torch._dynamo.reset()
+    optimizer.step = torch.compile(optimizer.step, backend="eager")
+    run(model, optimizer, 6)
+    assert_same_masks(model, plain(), weights=False)  # a compiled AdamW counts its steps in float32
 
 
 @pytest.mark.slow

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from modelopt_sparse.model.devices import flat_tensors, map_tensors
+from modelopt_sparse.model.masking import named_masks
 from modelopt_sparse.reports.text import first_few, nearest
 from modelopt_sparse.run import calibrating
 
@@ -389,12 +390,12 @@ def branches_for(level: float) -> int:
 
 def fold(model: nn.Module) -> list[str]:
     """Replace members by one layer each where that computes the same, in place -> names of those that cannot be: a
-    non-linearity stands inside. Call `mts.export` first: sparse modules are left as they are, and folded weights are
-    dense. Names of the layers end as they were before `sparse_ift`."""
+    non-linearity stands inside, or masks do. Call `mts.export` first: folded weights are dense. Names of the layers end
+    as they were before `sparse_ift`."""
     left = []
     for name, module in list(model.named_modules()):
         if isinstance(module, (Parallel, Factorized, Doped)):
-            if (layer := merge_members(module)) is None:
+            if any(named_masks(module)) or (layer := merge_members(module)) is None:
                 left.append(name)
             else:
                 model.set_submodule(name, layer)
