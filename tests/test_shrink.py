@@ -181,6 +181,8 @@ REFUSED = {
     "kept of another": ({"kept": {"mlp": {"model.layers.0.mlp.up": [1]}}}, "of its 0 channels"),
     "kept twice": ({"kept": {"mlp": {"model.layers.0.mlp.down_proj": [1, 1]}}}, "each once"),
     "kept of nothing": ({"kept": {"heads": {}}}, "kept= takes"),
+    "kept blocks twice": ({"kept": {"blocks": {"model.layers": [0, 1, 1]}}}, "ascending indices of its 4 blocks"),
+    "kept blocks that are not there": ({"kept": {"blocks": {"model.layers": [0, 1, 9]}}}, "of its 4 blocks"),
 }
 
 
@@ -200,6 +202,16 @@ MODELS = {
     "near places": (lambda: shrinkable("ScaledByPlace"), {"blocks": [2]}, "depend on their index"),
     "norm": (lambda: shrinkable("NormedLlama"), {"mlp": 0.25}, "not of channels between two linear layers"),
     "softmax": (lambda: shrinkable("SoftmaxLlama"), {"mlp": 0.25}, "MLPs cannot be cut"),
+    "two stacks": (
+        lambda: shrinkable("T5/T5ForConditionalGeneration"),
+        {"to": {"num_layers": 1, "num_decoder_layers": 1}},
+        "blocks of two stacks: shrink twice",
+    ),
+    "blocks of two sizes": (
+        lambda: shrinkable("Qwen3Moe", mlp_only_layers=[0, 2]),
+        {"budget": "80% params"},
+        "blocks differ in size",
+    ),
     "sparse": (lambda: mts.sparsify(shrinkable("Llama"), "magnitude", pattern="2:4"), {"mlp": 0.25}, "is sparse"),
     "not of transformers": (lambda: nn.Linear(4, 4), {"mlp": 0.25}, "a Linear has none"),
     **{name: (functools.partial(shrinkable, name), {"mlp": 0.25}, why) for name, why in NO_WIDTH.items()},
@@ -308,6 +320,26 @@ def test_a_budget_leaves_the_widest_mlps_for_each_number_of_blocks(budget, left,
     assert sizes == [list(pair) for pair in wanted]
     assert len(wanted) > 1
     assert f"num_hidden_layers {wanted[1][0]}" in str(mts.plan_shrink(model, budget=budget))
+
+
+def test_bytes_are_those_of_each_tensors_own_dtype():
+    """T5 in float16 holds some matrices in float32."""
+    model = shrinkable("T5/T5ForConditionalGeneration").half()
+    for name, module in model.named_modules():
+        if name.endswith(".wo"):
+            module.float()
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    assert mts.plan_shrink(model, mlp=0.25).changes["bytes"][0] == size
+    assert mts.plan_shrink(model, budget=f"{size - 2000} bytes").changes["bytes"][1] <= size - 2000
+
+
+def test_numbers_that_the_user_has_set_in_modules_stay():
+    model = shrinkable("Llama")
+    model.model.norm.variance_epsilon = 0.5
+    model.model.layers[0].self_attn.attention_dropout = 0.25
+    mts.shrink(model, mlp=0.25, blocks=[2], **LOADER, progress=False)
+    assert (model.model.norm.variance_epsilon, model.model.layers[0].self_attn.attention_dropout) == (0.5, 0.25)
+    assert [block.self_attn.layer_idx for block in model.model.layers] == [0, 1, 2]
 
 
 def test_a_budget_is_kept():

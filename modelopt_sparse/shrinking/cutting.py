@@ -19,7 +19,15 @@ from modelopt_sparse.model.devices import flat_tensors, forwards_replaced
 from modelopt_sparse.plan.plan import Plan
 from modelopt_sparse.plan.planner import plan_for
 from modelopt_sparse.run import Run
-from modelopt_sparse.shrinking.resize import ChannelGroup, ExpertGroup, clone, resize_module, select, write_aliases
+from modelopt_sparse.shrinking.resize import (
+    ChannelGroup,
+    ExpertGroup,
+    clone,
+    resize_module,
+    select,
+    twin_of,
+    write_aliases,
+)
 from modelopt_sparse.shrinking.sizes import TargetSizes
 
 # what rounding may change: of channels as a share of what zeros in their place change, of experts in another order as a
@@ -104,12 +112,13 @@ def rounding(run: Run) -> float:
 class Cutting:
     """What is cut of a model, by name of the block.
 
-    narrow: the model's twin with fewer channels or experts, and all blocks.
+    dense, narrow: the model's twins as it is, and with fewer channels or experts and all blocks.
     groups: channels that go together, or mixtures of experts. choices: which of them stay.
     stay: indices of the blocks that stay in their stack, once they are chosen.
     """
 
     sizes: TargetSizes
+    dense: PreTrainedModel
     narrow: PreTrainedModel
     groups: Mapping[str, Sequence[Any]]
     choices: Mapping[str, Sequence[Choice]] = field(default_factory=dict)
@@ -120,7 +129,7 @@ class Cutting:
         """Try with some channels, or experts, how tensors are cut. Raises ValueError if the model computes something
         else then."""
         model: Any = data.run.model
-        cutting = cls(sizes, sizes.narrow(model), sizes.groups_in(model, data.run.plan))
+        cutting = cls(sizes, twin_of(model, {}), sizes.narrow(model), sizes.groups_in(model, data.run.plan))
         if sizes.experts:
             cutting.try_experts(data)
             return cutting
@@ -223,18 +232,19 @@ class Cutting:
             if values and choice.values is not None and block.get_parameter(span.name).shape[span.dim] == span.old:
                 new[span.name] = choice.values
         if cuts:
-            resize_module(block, self.narrow.get_submodule(name), cuts)
+            resize_module(block, self.dense.get_submodule(name), self.narrow.get_submodule(name), cuts)
         for parameter_name, better in new.items():
             block.get_parameter(parameter_name).data.copy_(better)
 
     def everything(self, model: Any, *, values: bool = True) -> None:
         """Cut what is not cut yet, which needs no data, and write the config."""
-        twin = self.sizes.narrow(model, self.stay)
+        dense, twin = clone(self.dense), self.sizes.narrow(model, self.stay)
         for name in sorted(self.choices):
             self.block(model.get_submodule(name), name, values=values)
         if self.sizes.depth is not None and self.stay is not None:
-            self.sizes.depth.drop(model, self.stay)
-        resize_module(model, twin, {})
+            for whole in (model, dense):
+                self.sizes.depth.drop(whole, self.stay)
+        resize_module(model, dense, twin, {})
         for name in self.sizes.experts:
             write_aliases(model.config, name)
 

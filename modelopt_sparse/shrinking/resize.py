@@ -49,6 +49,9 @@ def twin_of(model: PreTrainedModel, changes: Mapping[str, Any]) -> PreTrainedMod
         values = ", ".join(f"{name}={value}" for name, value in changes.items())
         raise ValueError(f"{type(model).__name__} cannot be built with {values}: {error}") from error
     nn.Module.to(twin.eval(), model.dtype)
+    dtypes = {name: x.dtype for name, x in tensors_of(model).items() if x.is_floating_point()}
+    for name, x in tensors_of(twin).items():
+        x.data = x.data.to(dtypes.get(name, x.dtype))  # some classes hold a few in float32
     return twin
 
 
@@ -141,24 +144,25 @@ def select(module: nn.Module, indices: Mapping[tuple[str, int], Tensor]) -> None
         setattr(module.get_submodule(path), key, new[tensor])
 
 
-def resize_module(module: nn.Module, twin: nn.Module, stay: Mapping[tuple[str, int], Tensor]) -> None:
+def resize_module(module: nn.Module, dense: nn.Module, twin: nn.Module, stay: Mapping[tuple[str, int], Tensor]) -> None:
     """Make a module as large as its twin, in place. ``stay``: (name of a tensor, dimension) -> the indices that stay.
 
-    Sizes that modules and configs hold become those of the twin. What has its size already is left alone, so that this
-    can be called again.
+    Sizes that modules and configs hold become those of the twin, if these differ in a twin that is as ``dense`` as the
+    module: others the user may have set. What has its size already is left alone, so that this can be called again.
     """
     select(module, {(span.name, span.dim): stay[span.name, span.dim] for span in spans(module, twin)})
-    for part, twin_part in zip(module.modules(), twin.modules(), strict=True):
-        _take_sizes(vars(part), vars(twin_part))
+    for part, *twins in zip(module.modules(), dense.modules(), twin.modules(), strict=True):
+        _take_sizes(vars(part), *map(vars, twins))
         if isinstance(config := vars(part).get("config"), PreTrainedConfig):
-            for (_, inner), (_, new) in zip(_parts(config), _parts(vars(twin_part)["config"]), strict=True):
-                _take_sizes(vars(inner), vars(new))
+            configs = (config, *(vars(twin_part)["config"] for twin_part in twins))
+            for inner, *new in zip(*map(_parts, configs), strict=True):
+                _take_sizes(vars(inner[1]), *(vars(new_part) for _, new_part in new))
 
 
-def _take_sizes(attributes: dict[str, Any], new: Mapping[str, Any]) -> None:
-    """Take over sizes that differ. Not by setattr: some are behind a property without a setter."""
+def _take_sizes(attributes: dict[str, Any], old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
+    """Take over sizes that differ from the ``old``. Not by setattr: some are behind a property without a setter."""
     for name, value in new.items():
-        if not name.startswith("_") and _is_size(value) and name in attributes and attributes[name] != value:
+        if not name.startswith("_") and _is_size(value) and name in attributes and old.get(name) != value:
             attributes[name] = copy.copy(value)
 
 

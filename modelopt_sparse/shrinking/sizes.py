@@ -32,6 +32,7 @@ from modelopt_sparse.shrinking.resize import (
     find_width,
     numbers_in,
     part_with,
+    tensors_of,
     twin_of,
 )
 
@@ -290,6 +291,9 @@ def _with_size(model: PreTrainedModel, planned: Plan, sizes: TargetSizes, name: 
             except ValueError as error:
                 problem = error
             else:
+                if sizes.depth is not None:
+                    other = sizes.depth.name
+                    raise ValueError(f"to= has {other!r} and {name!r}, blocks of two stacks: shrink twice, by one each")
                 return replace(sizes, depth=depth, stay=depth.any_without(old - size, model))
     try:
         if old is None:  # it stands for a width that the class computes
@@ -323,10 +327,7 @@ def _sizes_of(choice: Mapping[str, Any], planned: Plan) -> dict[str, Any]:
         sizes = {layer_plan.name: layer_plan.shape[dim] for layer_plan in planned.layers}
         counts = set()
         for name, indices in choice.get(option, {}).items():
-            old = sizes.get(name, 0)
-            if sorted(set(indices)) != list(indices) or not set(indices) <= set(range(old)):
-                raise ValueError(f"kept= of {name!r}: give ascending indices of its {old} {unit}, each once")
-            counts.add(old - len(indices))
+            counts.add(len(_gone(name, indices, sizes.get(name, 0), unit)))
         if len(counts) > 1:
             raise ValueError(f"kept= has different numbers of {unit}: all blocks must have as many")
         gone[option] = next(iter(counts), None)
@@ -335,8 +336,15 @@ def _sizes_of(choice: Mapping[str, Any], planned: Plan) -> dict[str, Any]:
     for name, stay in sorted(choice.get("blocks", {}).items()):
         if name not in counts:
             raise ValueError(f"kept= names blocks of {name!r}, which is no stack of this model")
-        blocks += [index for index in range(counts[name]) if index not in stay]
+        blocks += _gone(name, stay, counts[name], "blocks")
     return {**gone, "blocks": blocks or None}
+
+
+def _gone(name: str, stay: Sequence[int], old: int, unit: str) -> list[int]:
+    """The indices that go where these ``stay`` of ``old`` ones."""
+    if sorted(set(stay)) != list(stay) or not set(stay) <= set(range(old)):
+        raise ValueError(f"kept= of {name!r}: give ascending indices of its {old} {unit}, each once")
+    return [index for index in range(old) if index not in stay]
 
 
 def _check_kept(choice: Mapping[str, Any], model: PreTrainedModel, planned: Plan, sizes: TargetSizes) -> None:
@@ -374,7 +382,11 @@ def _within(model: PreTrainedModel, planned: Plan, request: ShrinkRequest) -> li
         problems.append(str(error))
         name, old, half = "", 0, 0
     fitting: list[TargetSizes] = []
-    for gone in range(len(planned.stacks[0].blocks) if len(planned.stacks) == 1 else 1):
+    counts = [*range(len(planned.stacks[0].blocks))] if len(planned.stacks) == 1 else [0]
+    if len({block_size(block) for block in planned.blocks}) > 1:  # what goes is chosen later
+        problems.append("blocks differ in size, so name those that go by blocks=")
+        counts = [0]
+    for gone in counts:
         try:
             sizes = TargetSizes({}, **(_blocks(model, planned, gone) if gone else {}))
         except ValueError as error:
@@ -407,6 +419,11 @@ def _ceiling(model: PreTrainedModel, budget: Any) -> tuple[str, int]:
     if (ceiling := parsed.ceiling(dense[counted])) >= dense[counted]:
         raise ValueError(f"budget={budget!r}: the model has {dense[counted]:,} {parsed.unit} already: give less")
     return counted, ceiling
+
+
+def block_size(block: nn.Module) -> frozenset[Any]:
+    """The tensors of a block, by name, shape and dtype."""
+    return frozenset((name, x.shape, x.dtype) for name, x in tensors_of(block).items())
 
 
 def costs(model: PreTrainedModel, batch: int = 0, length: int = 0) -> dict[str, int]:
