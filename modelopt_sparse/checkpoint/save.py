@@ -60,6 +60,7 @@ from modelopt_sparse.reports.values import REPLACED, UNMASKED, LayerReport
 from modelopt_sparse.runtime.convert import convert, loading_place
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+ADAPTERS = re.compile(r"(^|\.)(base_layer\.|lora_)")  # in the names of their tensors
 SHOWN = 20  # how many problems an error names
 
 Read = Callable[[str], Tensor | None]  # name of a tensor -> the tensor, None if there is none
@@ -92,7 +93,7 @@ def save(
     - for a folder that is not empty, or that others have filled meanwhile, without ``overwrite``;
     - whatever ``overwrite`` says, for the current directory and the folders above it, and for the folder that the
       model's weights are known to come from;
-    - for a model with values that cannot be saved: no tensors, or tensors on the meta device;
+    - for values that cannot be saved, no tensors or on the meta device, and for adapters that are not merged;
     - for a model of transformers in another rank than 0 of a process group, where transformers writes nothing.
 
     Raises OSError if the folder cannot be written (a full disk). No partial files are left then.
@@ -105,16 +106,12 @@ def save(
         raise ValueError(f"max_shard_size is for transformers' models; a {type(model).__name__} goes into one file")
     if isinstance(model, PreTrainedModel) and rank() > 0:
         raise ValueError(f"transformers writes in rank 0 alone, and this is rank {rank()}: save there, then barrier()")
-    state = _state(model)
+    state = _for_transformers(model, _state(model)) if isinstance(model, PreTrainedModel) else _state(model)
     with staged(folder, overwrite=overwrite) as staging:
         aliases: dict[str, str] = {}
         if isinstance(model, PreTrainedModel):
             options: dict[str, Any] = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
             save_as_dense(model)
-            declared = model.get_expanded_tied_weights_keys(all_submodels=True)
-            for name, first in _tied(state).items():
-                if declared.get(name, name) != declared.get(first, first):  # from_pretrained does not tie them again
-                    state[name] = state[name].clone()
             model.save_pretrained(staging, state_dict=dict(state), **options)
         else:
             aliases = _tied(state)
@@ -235,6 +232,17 @@ def _state(model: nn.Module) -> dict[str, Tensor]:
             advice = "register it with persistent=False, or make it dense"
             raise ValueError(f"{name!r} is a sparse or nested tensor: only dense ones can be saved: {advice}")
     return state
+
+
+def _for_transformers(model: PreTrainedModel, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The state dict for save_pretrained: tensors that are one in the model, and that ``from_pretrained`` does not tie
+    again, are several, else one alone would be written. Raises ValueError for an adapter."""
+    if adapters := [name for name in state if ADAPTERS.search(name)]:
+        problem = f"{adapters[0]!r} is part of an adapter, for which from_pretrained has no place"
+        raise ValueError(f"{problem}: merge it first, for example by merge_and_unload()")
+    declared = model.get_expanded_tied_weights_keys(all_submodels=True)
+    untied = {name for name, first in _tied(state).items() if declared.get(name, name) != declared.get(first, first)}
+    return {name: tensor.clone() if name in untied else tensor for name, tensor in state.items()}
 
 
 def _values(model: nn.Module, name: str) -> Tensor:

@@ -490,6 +490,9 @@ def test_the_report_of_a_model_with_adapters_is_that_of_its_base(enforce: bool, 
     assert before["layers"][0]["error"] is not None
     model = with_adapters(base)
     mts.save(model, tmp_path)
+    with pytest.raises(ValueError, match=r"'.*base_layer.weight' is part of an adapter, .*: merge it first"):
+        mts.save(model.get_base_model(), tmp_path / "base")
+    assert not (tmp_path / "base").exists()
     for read in (model, model.get_base_model(), tmp_path, model.merge_and_unload()):
         assert mts.report(read).as_dict() == before
 
