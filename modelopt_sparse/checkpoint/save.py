@@ -93,8 +93,7 @@ def save(
     - for a folder that is not empty, or that others have filled meanwhile, without ``overwrite``;
     - whatever ``overwrite`` says, for the current directory and the folders above it, and for the folder that the
       model's weights are known to come from;
-    - for a model with values that cannot be saved: no tensors, or tensors on the meta device;
-    - for a model of transformers with adapters that are not merged;
+    - for values that cannot be saved, no tensors or on the meta device, and for adapters that are not merged;
     - for a model of transformers in another rank than 0 of a process group, where transformers writes nothing.
 
     Raises OSError if the folder cannot be written (a full disk). No partial files are left then.
