@@ -209,6 +209,14 @@ def test_a_step_is_finished_when_all_optimizers_have_made_it(slow):
     assert not any(torch.equal(mask, start[name]) for name, mask in named_masks(model))
 
 
+def test_a_layer_that_is_replaced_is_named():
+    model = Mlp()
+    optimizer = applied(training.SET(0.5, include="*weight", scope="matrix", update=1), model)
+    model.second = nn.Linear(20, 10)
+    with pytest.raises(ValueError, match=r"'second\.weight' has no mask, as after its layer is replaced"):
+        step(model, optimizer)
+
+
 # tools that put another weight into a sparse module -----------------------------------------------------------------
 
 TOOLS = {
