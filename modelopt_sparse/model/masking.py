@@ -90,7 +90,8 @@ def update_mask(module: nn.Module, name: str, mask: Tensor) -> None:
     ``mask`` is bool, shaped like the parameter. The buffer stays the same tensor, as captured graphs want it.
     """
     owner, param, _ = _find_parameter(module, name)
-    buffer = owner.get_buffer(param + SUFFIX)
+    if (buffer := owner._buffers.get(param + SUFFIX)) is None:
+        raise ValueError(f"{name!r} has no mask, as after its layer is replaced: mts.set_mask gives it one")
     _check_mask(name, mask, buffer)
     with torch.no_grad():
         buffer.copy_(mask)

@@ -5,6 +5,7 @@ language model, one for each sample of a classifier.
 """
 
 import inspect
+import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -110,8 +111,19 @@ def _distilled(
     answer = _ask(teacher, student, args, kwargs)
     named = {**dict(zip(_positional(student), args)), **kwargs}
     loss = _loss(weights, student, named, output, logits, answer)
+    _tell_if_unused(loss, logits)
     # the loss first, as transformers has it, whose outputs are indexed by number as well
     return type(output)(**{"loss": loss, **{name: value for name, value in output.items() if name != "loss"}})
+
+
+def _tell_if_unused(loss: Tensor, logits: Tensor) -> None:
+    """Warn if the model is trained by its logits, and not by this loss."""
+    if loss.requires_grad and logits.requires_grad and not torch.compiler.is_compiling():
+        used: list[Tensor] = []
+        loss.register_hook(used.append)
+        causes = "as Trainer does with label_smoothing_factor or compute_loss_func"
+        text = f"distill: the model is trained by its logits, {causes}, and not by output.loss: leave them out"
+        logits.register_hook(lambda _: None if used else warnings.warn(text, stacklevel=2))
 
 
 # the teacher ----------------------------------------------------------------------------------------------------------

@@ -47,7 +47,7 @@ from modelopt_sparse.reports.report import attached_report
 from modelopt_sparse.reports.text import Column, Printed, by_reason, first_few, paragraph, product_of, rows_of, table
 from modelopt_sparse.reports.values import REPLACED, Skipped
 from modelopt_sparse.run import calibrating
-from modelopt_sparse.training.updates import AtSteps
+from modelopt_sparse.training.updates import AtSteps, Cubic
 
 BLOCKS, DEFAULT = "blocks", "default"
 DENSE_WORDS = ("embedding", "norm", "lm_head")  # in a parameter's name; those of the Cerebras Model Zoo
@@ -456,6 +456,9 @@ def _notes(
     for algorithm in algorithms:
         if algorithm.when != AtSteps(()) and algorithm.when.last < 1:
             notes.append(f"masks of {algorithm!r} never move: update stops before it comes to a step")
+        elif isinstance(algorithm.sparsity, Cubic) and algorithm.when.last < algorithm.sparsity.stop:
+            last = f"the level of {algorithm!r} ends at {algorithm.sparsity(algorithm.when.last):.2%}"
+            notes.append(f"{last}: its last update is at step {algorithm.when.last}, before the schedule's stop")
     return tuple(notes)
 
 

@@ -427,6 +427,18 @@ def test_weights_that_are_none(weights, message):
     assert refused(distill, model, teacher, **weights) == message
 
 
+def test_a_loop_that_takes_another_loss_is_told():
+    model, teacher = pair()
+    with distill(model, teacher):
+        output = model(**padded())
+        with pytest.warns(
+            UserWarning, match=r"trained by its logits, .*label_smoothing_factor.*, and not by output.loss"
+        ):
+            output.logits.log_softmax(-1).mean().backward()
+        output = model(**padded())
+        (output.loss + output.logits.square().mean()).backward()
+
+
 def test_a_teacher_that_is_the_model():
     model, teacher = pair()
     itself = "'LlamaForCausalLM' of the teacher is the model's own: give a deepcopy of the model"

@@ -209,6 +209,14 @@ def test_a_step_is_finished_when_all_optimizers_have_made_it(slow):
     assert not any(torch.equal(mask, start[name]) for name, mask in named_masks(model))
 
 
+def test_a_layer_that_is_replaced_is_named():
+    model = Mlp()
+    optimizer = applied(training.SET(0.5, include="*weight", scope="matrix", update=1), model)
+    model.second = nn.Linear(20, 10)
+    with pytest.raises(ValueError, match=r"'second\.weight' has no mask, as after its layer is replaced"):
+        step(model, optimizer)
+
+
 # tools that put another weight into a sparse module -----------------------------------------------------------------
 
 TOOLS = {
@@ -245,6 +253,9 @@ def test_warnings_of_schedules_that_do_nothing_or_too_much():
     never = training.SET(0.5, include="*weight", scope="matrix", update={"freq": 10, "start": 7, "stop": 5})
     with pytest.warns(UserWarning, match="never move: update stops"):
         never.apply(model)
+    short = training.GMP(training.Cubic(0.0, 0.8, 0, 20), include="*weight", update={"freq": 10, "stop": 20})
+    (note,) = short.plan(Mlp()).notes
+    assert note.endswith("ends at 70.00%: its last update is at step 10, before the schedule's stop")
     linear = training.GMP({"type": "linear", "init": 0.5, "slope": 0.3}, include="*weight", update=1)
     model = Mlp()
     optimizer = applied(linear, model)
