@@ -523,13 +523,14 @@ def rewritten(stored: Iterable[str], known: Iterable[str]) -> str:
 
 def copy_companions(source: Path, folder: Path) -> list[str]:
     """Copy what lies beside a source's weights -> what was copied and what was left, as notes. Left are files that
-    ``folder`` has, weights of other formats, hidden files, and links that leave the source.
+    ``folder`` has, other weights, hidden files, and links that leave the source.
 
     The folder is published as it is, and ``.env`` or a linked key are nobody's business.
     """
     place = source.resolve()
     homes = [place, *([place.parents[1] / "blobs"] if place.parent.name == "snapshots" else [])]  # of the hub's cache
     templates = source / CHAT_TEMPLATE_DIR  # of a tokenizer with several
+    ours = {*weight_files(source), INDEX, f"{PACKED}{INDEX}", MASKS, DESCRIPTION}
     copied, left = [], []
     for path in sorted(child for parent in (source, templates) if parent.is_dir() for child in parent.iterdir()):
         name = str(path.relative_to(source))
@@ -542,8 +543,8 @@ def copy_companions(source: Path, folder: Path) -> list[str]:
         elif path.is_dir():
             left.append(f"{name} (a folder)")
         elif NOT_COPIED.search(path.name):
-            ours = path.suffix == ".safetensors" or path.name in (INDEX, DESCRIPTION)
-            left += [] if ours else [f"{name} (weights of another format)"]
+            kind = "other weights" if path.suffix in (".safetensors", ".json") else "weights of another format"
+            left += [] if path.name in ours else [f"{name} ({kind})"]
         else:
             (folder / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(path, folder / name)

@@ -76,7 +76,7 @@ COPY_AGAIN = "copy the source again, or put it where all processes see it"
 
 
 class SourceFiles:
-    """The weight files of a folder, and its ``config.json``.
+    """The weight files of a folder, its ``config.json``, and code of the model's own.
 
     A file is hashed when a block is first read from it: what is read for the hash, in order and fast, is in the
     system's cache when the block is read. Raises ValueError for a file that is missing, that is not as long as its own
@@ -88,7 +88,8 @@ class SourceFiles:
         self._processes = processes
         self._hashes: dict[str, str] = {}  # of the files that have been read from
         opened_weights(folder)
-        names = ["config.json", *weight_files(folder), *([MASKS] if is_packed(folder) else [])]
+        code = sorted(path.name for path in folder.glob("*.py"))
+        names = ["config.json", *code, *weight_files(folder), *([MASKS] if is_packed(folder) else [])]
         self._names = {(folder / name).resolve(): name for name in names}
         self._as_seen = {path: _look(path) for path in self._names}
         sizes = {f"the size of {name!r}": (folder / name).stat().st_size for name in names}

@@ -292,10 +292,13 @@ def test_a_damaged_folder_is_not_packed(broken, tmp_path):
 
 def test_what_is_left_behind_is_said(saved, tmp_path):
     shutil.copytree(saved("llama"), tmp_path / "plain")
-    for name in (".env", "pytorch_model.bin", "notes.txt"):
+    for name in (".env", "pytorch_model.bin", "notes.txt", "mtp.safetensors"):
         (tmp_path / "plain" / name).write_text("x")
     notes = mts.pack(tmp_path / "plain", tmp_path / "packed")
-    assert "left behind: .env (hidden), pytorch_model.bin (weights of another format)" in notes
+    left = ".env (hidden), mtp.safetensors (other weights), pytorch_model.bin (weights of another format)"
+    assert f"left behind: {left}" in notes
+    (tmp_path / "packed" / "mtp.safetensors").write_text("x")
+    assert "left behind: mtp.safetensors (other weights)" in mts.unpack(tmp_path / "packed", tmp_path / "again")
     assert (tmp_path / "packed" / "notes.txt").exists()
     assert not (tmp_path / "packed" / "pytorch_model.bin").exists()
 

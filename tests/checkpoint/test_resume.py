@@ -152,6 +152,16 @@ def test_started_with_something_else_it_refuses_and_says_what_differs(stopped, c
     assert mts.report(target).notes == fresh.notes == []
 
 
+def test_other_code_of_the_model_is_refused(source, tmp_path):
+    (source / "modeling.py").write_text("SCALE = 1")
+    given = {"method": Stopping(10), "data_loader": token_batches(3)}
+    with pytest.raises(KeyboardInterrupt):
+        streamed(source, tmp_path / "sparse", **given)
+    (source / "modeling.py").write_text("SCALE = 2")
+    with pytest.raises(ValueError, match=r"started with something else \(source file modeling.py: "):
+        streamed(source, tmp_path / "sparse", **given)
+
+
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_started_again_it_goes_on(stopped, overwrite):
     source, target, given = stopped

@@ -173,14 +173,15 @@ def test_what_travels_with_a_model(tmp_path):
     (templates / "rag.jinja").symlink_to("../../id_rsa")
     for path in (
         templates / ".env.jinja",
-        *(source / name for name in ("old.bin", "old.H5", ".env", "model.safetensors")),
+        *(source / name for name in ("old.bin", "old.H5", ".env", "model.safetensors", "mtp.safetensors")),
     ):
         path.write_text("weights of another format, or a secret")
     assert copy_companions(source, folder) == [
         "copied from the source: LICENSE, README.md, additional_chat_templates/tool_use.jinja",
         "left behind: .env (hidden), NOTICE (a link that leaves the folder), "
         "additional_chat_templates/.env.jinja (hidden), "
-        "additional_chat_templates/rag.jinja (a link that leaves the folder), old.H5 (weights of another format), "
+        "additional_chat_templates/rag.jinja (a link that leaves the folder), mtp.safetensors (other weights), "
+        "old.H5 (weights of another format), "
         "old.bin (weights of another format), onnx (a folder)",
     ]
     there = {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
