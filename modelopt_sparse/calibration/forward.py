@@ -458,7 +458,7 @@ class CalibrationData:
         if run.config.writes_its_data:
             calls = _written(run, lambda: calls_from_nothing(run.model, run.config, run.processes))
         elif calls is None:
-            calls = load_calls(run.config, run.model)
+            calls = load_calls(run.config, run.model, run.report.notes)
         written, processes = _self_written(calls, run), run.processes
         shared, sha256 = run.config.split_data and processes.size > 1, None
         if shared and run.config.tunes:
