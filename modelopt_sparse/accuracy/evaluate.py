@@ -63,7 +63,7 @@ def evaluate(
     config = SparsifyConfig(data_loader=tokens, output=output, divergence=divergence)
     run = Run(model_inside(model), Plan((), (), {}, ()), config, InMemory(), Processes(), Report())
     runs = [run] if reference is None else [run, replace(run, model=model_inside(reference))]
-    calls, sums = load_calls(config, run.model), []
+    calls, sums = load_calls(config, run.model, run.report.notes), []
     if reference is None and not as_text:
         raise ValueError("batches have no perplexity, and say how far a model is from the dense one: give reference=")
     bar = Progress("evaluate", "batch", len(calls), show=progress)

@@ -62,9 +62,15 @@ def validation_count(steps: int, one_of: int = HELD_BACK) -> int:
     return max(1, steps // one_of)
 
 
-def load_calls(config: SparsifyConfig, model: nn.Module) -> list[Call]:
+LEFT_OUT = (
+    "the model is called with the first entry of each batch alone, and others hold tensors of several dimensions: if "
+    "these are masks or inputs, give mappings or a collect_func"
+)
+
+
+def load_calls(config: SparsifyConfig, model: nn.Module, notes: list[str]) -> list[Call]:
     """The calls that data_loader or text stand for, on the CPU or wherever the user's tensors are; where something is
-    tuned, in steps.
+    tuned, in steps. ``notes``: get what is left out of batches.
 
     Tensors are copied as soon as a batch is there: a loader may fill the same memory again. While the user holds the
     batches as well, they take twice the memory.
@@ -77,7 +83,7 @@ def load_calls(config: SparsifyConfig, model: nn.Module) -> list[Call]:
         assert config.data_loader is not None
         batches = config.data_loader
     take = config.collect_func or (lambda batch: batch)
-    as_calls = (_as_call(take(batch), config, model) for batch in islice(batches, config.max_batches))
+    as_calls = (_as_call(take(batch), config, model, notes) for batch in islice(batches, config.max_batches))
     calls = [Call(*map_batch(_copied, (call.args, call.kwargs))) for call in as_calls]
     if not calls:
         raise ValueError("data_loader gives no batch, as a generator that is used up does: give a list or a DataLoader")
@@ -169,7 +175,7 @@ def _copied(x: Tensor) -> Tensor:
     return x.detach().clone().requires_grad_(x.requires_grad)
 
 
-def _as_call(batch: Any, config: SparsifyConfig, model: nn.Module) -> Call:
+def _as_call(batch: Any, config: SparsifyConfig, model: nn.Module, notes: list[str]) -> Call:
     """ModelOpt's convention: a mapping is keywords, a tuple is positional with a last mapping as keywords.
 
     Of what ``collect_func`` returns a last mapping is keywords only if ``model.forward`` names all of its keys. Without
@@ -187,7 +193,11 @@ def _as_call(batch: Any, config: SparsifyConfig, model: nn.Module) -> Call:
         free = config.collect_func is None
         if isinstance(last, Mapping) and (free or (args and all(takes(model, key) for key in last))):
             return Call(tuple(args), dict(last))
-        return _as_call(batch[0], config, model) if free else Call(tuple(batch), {})
+        if not free:
+            return Call(tuple(batch), {})
+        left_out = any(x.dim() > 1 for x in flat_tensors(batch[1:]))
+        notes += [LEFT_OUT] if left_out and LEFT_OUT not in notes else []
+        return _as_call(batch[0], config, model, notes)
     raise TypeError(f"a calibration batch is a {type(batch).__name__}: give tensors, tuples, mappings, or collect_func")
 
 

@@ -92,24 +92,30 @@ class PaddingOfCall:
             clear = named
         elif _of_transformers(module):
             clear = masks
-        self._forget_masks_around(module, named)
+        if self.told:
+            self._forget_masks_around(module, named)
         try:
             for side, real in token_masks(module, clear).items():
                 self.told[module, side] = None if real is None or real.all() else real
         except PaddingError as error:
             self.told.update({(module, side): error for side in SIDES})
-        advice = f"call it padding_mask, or {OWN} with numbers"
         for name in () if self.told else masks:
+            advice = f"call it padding_mask, or {OWN} with numbers"
             self._note_all_counted(f"{name!r} of {type(module).__name__} does not say whether True is padding", advice)
-        pixels = self.told.get((module, "image")) is not None and not takes(module, "input_ids")
-        for name in IMAGE_MASKS if pixels and (module, "decoder") not in self.told else ():
-            if name in named:
-                advice = "give images of one size, without it"
-                self._note_all_counted(f"{name!r} of {type(module).__name__} is of pixels", advice)
+        if self.told.get((module, "image")) is not None:
+            self._note_pixels(module, named)
 
     def _note_all_counted(self, problem: str, advice: str) -> None:
         note = f"{problem}: all rows are counted unless other masks say more ({advice})"
         self.notes += [note] if note not in self.notes else []
+
+    def _note_pixels(self, module: nn.Module, named: Mapping[str, Any]) -> None:
+        """In a model that takes text as well, a mask of pixels fits no layer's rows, which is an error."""
+        of_patches = (module, "decoder") in self.told
+        for name in IMAGE_MASKS if not of_patches and not takes(module, "input_ids") else ():
+            if name in named:
+                advice = "give images of one size, without it"
+                self._note_all_counted(f"{name!r} of {type(module).__name__} is of pixels", advice)
 
     def _forget_masks_around(self, module: nn.Module, named: Mapping[str, Any]) -> None:
         """Masks of the modules around one that takes its own, and of its calls before, do not go for this call of it;
@@ -118,7 +124,7 @@ class PaddingOfCall:
         masked = any(name.endswith("mask") for name in named)
         knows = isinstance(module, PreTrainedModel) and takes(module, OWN)
         knows |= isinstance(module, nn.TransformerEncoder) and not masked  # a mask of pairs may say padding, too
-        if not self.told or module is self.model or not knows or any(module in {*part.modules()} for part in outer):
+        if not knows or any(module in {*part.modules()} for part in outer - {module}):
             return
         if not masked and self.told.get((self.model, "decoder")) is not None:
             note = f"{type(module).__name__} is called without a mask in a batch with padding: all its rows are counted"
@@ -459,7 +465,7 @@ class CalibrationData:
         if run.config.writes_its_data:
             calls = _written(run, lambda: calls_from_nothing(run.model, run.config, run.processes))
         elif calls is None:
-            calls = load_calls(run.config, run.model)
+            calls = load_calls(run.config, run.model, run.report.notes)
         written, processes = _self_written(calls, run), run.processes
         shared, sha256 = run.config.split_data and processes.size > 1, None
         if shared and run.config.tunes:

@@ -113,14 +113,17 @@ def sparsify_checkpoint(
         names = _block_names(empty, plan, "sparsify")
         check_run(plan, settings)
         calibrated = settings.budget is not None or any(layer_plan.calibrated for layer_plan in plan.layers)
-        calls = load_calls(settings, empty) if calibrated else None
+        notes: list[str] = []
+        calls = load_calls(settings, empty, notes) if calibrated else None
         # all that can be known without work is: from here on there is a work folder
 
         def work_on(storage: Streamed, work: WorkFolder) -> Report:
             # a run that was stopped after its last block; layers outside of the blocks are in no shard, and come again
             if work.report is not None and all(layer_plan.block is not None for layer_plan in plan.layers):
                 return Report.from_dict(work.report)
-            return prune(storage.model, chosen, settings, storage, processes, calls)
+            report = prune(storage.model, chosen, settings, storage, processes, calls)
+            report.notes += notes
+            return report
 
         started = started_with(plan, settings)
         job = _Job(folder, names, started, calls, work_on, dtype, quantized, remote, spill, packed)
@@ -167,12 +170,14 @@ def shrink_checkpoint(
         asked = asked.in_full(plan)
         (sizes,) = sizes_for(empty, plan, asked)
         request = decided(asked, sizes, config)
-        calls = load_calls(config, empty)
+        notes: list[str] = []
+        calls = load_calls(config, empty, notes)
 
         def work_on(storage: Streamed, work: WorkFolder) -> Report:
             model = storage.model
             of_model = plan_for(model, Magnitude(), config)
             report = Report.begin((), [UNMEASURED], settings_of_run(config, request))
+            report.notes += notes
             run = Run(model, of_model, config, storage, processes, report)
             shrink_to_one(run, [sizes], request, calls)
             return report

@@ -36,6 +36,7 @@ def _run_in_inference_mode(batches: list[Tensor]) -> Callable[[nn.Module], None]
     return torch.inference_mode()(_run_all(batches))
 
 
+IDS = torch.arange(3, 15).view(2, 6)
 FORMS = {
     "tensors": lambda x: {"data_loader": x},
     "one-element tuples": lambda x: {"data_loader": [(batch,) for batch in x]},
@@ -67,6 +68,23 @@ FORMS = {
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_of_data_gives_the_same_statistics(form, from_tensors):
     assert_same(collected(tiny_llama(), **FORMS[form](token_batches())), from_tensors)
+
+
+LEFT_OUT = {  # batches of which the model takes the first entry -> whether another one may be an input
+    "a label for each sample": ([(IDS, torch.ones(2))], False),
+    "masks beside ids": ([(IDS, torch.ones(2, 6), torch.ones(2))], True),
+    "samples in a list": ([[IDS[:1], IDS[1:]]], True),
+    "two views and a label": ([([IDS, IDS], torch.ones(2))], True),
+}
+
+
+@pytest.mark.parametrize("case", LEFT_OUT)
+def test_entries_of_batches_that_may_be_inputs_are_noted_where_they_are_left_out(case):
+    batches, noted = LEFT_OUT[case]
+    model = tiny_llama()
+    mts.sparsify(model, "wanda", data_loader=batches * 2, progress=False)
+    notes = [note for note in mts.report(model).notes if "first entry of each batch alone" in note]
+    assert len(notes) == noted
 
 
 def test_statistics_are_sums_so_the_cut_into_batches_does_not_matter(from_tensors):

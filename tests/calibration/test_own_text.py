@@ -522,7 +522,7 @@ def test_answers_are_what_the_model_says_to_the_users_chats(chatting):
     model, tokenizer, chats = chatting
     model = model.double()
     config = mts.SparsifyConfig(data=chats, tokenizer=tokenizer, num_samples=10, seq_len=64, batch_size=2, self_data=6)
-    calls = load_calls(config, model)
+    calls = load_calls(config, model, [])
     ends = tuple(range(100, 400))  # the model ends no text by itself
     model.generation_config.eos_token_id = list(ends)
     own = own_calls(model, calls, 1, config, Processes())
@@ -567,7 +567,7 @@ def test_chats_without_a_user_are_text_like_other(chatting):
     model, tokenizer, chats = chatting
     alone = [[{"role": "assistant", "content": chat[0]["content"]}] for chat in chats]
     config = mts.SparsifyConfig(data=alone, tokenizer=tokenizer, num_samples=4, seq_len=64, self_data=2)
-    own = own_calls(model, load_calls(config, model), 1, config, Processes())
+    own = own_calls(model, load_calls(config, model, []), 1, config, Processes())
     assert [call.kwargs.keys() for call in own] == [{"input_ids"}]
 
 

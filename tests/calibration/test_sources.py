@@ -207,7 +207,7 @@ def test_images_go_through_the_processor(form):
     data = images if form == "list" else Dataset.from_dict({"image": images, "label": list(range(6))})
     processor = transformers.ViTImageProcessorPil(size={"height": 8, "width": 8})
     config = SparsifyConfig(data=data, processor=processor, num_samples=5, batch_size=2, seed=3)
-    calls = load_calls(config, torch.nn.Linear(1, 1))
+    calls = load_calls(config, torch.nn.Linear(1, 1), [])
     chosen = torch.randperm(6, generator=torch.Generator().manual_seed(3))[:5].sort().values.tolist()
     expected = processor(images=[images[i] for i in chosen], return_tensors="pt")["pixel_values"]
     assert [len(call.kwargs["pixel_values"]) for call in calls] == [2, 2, 1]
@@ -229,7 +229,7 @@ def test_chats_with_images_go_through_the_processor_one_by_one():
     chats = [[{"role": "user", "content": each}] for each in parts]
     data = Dataset.from_dict({"messages": chats, "images": [[image] for image in images]})
     config = SparsifyConfig(data=data, processor=Processor())
-    calls = load_calls(config, torch.nn.Linear(1, 1))
+    calls = load_calls(config, torch.nn.Linear(1, 1), [])
     assert [call.kwargs["input_ids"].tolist() for call in calls] == [[[len("<image>") + n, 1]] for n in range(1, 4)]
 
 
@@ -242,7 +242,7 @@ def test_a_processor_goes_with_data_and_without_a_tokenizer(options):
 @pytest.mark.parametrize("data", [["a text"], [CHAT]])
 def test_text_needs_a_tokenizer(data):
     with pytest.raises(ValueError, match="processor= is for images: give tokenizer= in its place"):
-        load_calls(SparsifyConfig(data=data, processor=object()), torch.nn.Linear(1, 1))
+        load_calls(SparsifyConfig(data=data, processor=object()), torch.nn.Linear(1, 1), [])
 
 
 # forms of rows and files ----------------------------------------------------------------------------------------------
@@ -318,7 +318,7 @@ STREAMS = {
 
 def windows_of(data, tokenizer, **options) -> list[Tensor]:
     config = SparsifyConfig(data=data, tokenizer=tokenizer, num_samples=3, seq_len=4, **options)
-    return [call.kwargs["input_ids"] for call in load_calls(config, torch.nn.Linear(1, 1))]
+    return [call.kwargs["input_ids"] for call in load_calls(config, torch.nn.Linear(1, 1), [])]
 
 
 @pytest.mark.parametrize("kind", STREAMS)
@@ -341,7 +341,7 @@ def test_a_stream_without_an_end_is_read_as_far_as_it_is_needed(chatting, kind):
 def test_a_run_that_reads_chats_twice_reads_the_same(chatting):
     """The model answers the chats that the windows were drawn from, and no others."""
     config = SparsifyConfig(data=itertools.cycle([CHAT]), tokenizer=chatting, num_samples=3, seq_len=4, self_data=2)
-    load_calls(config, torch.nn.Linear(1, 1))
+    load_calls(config, torch.nn.Linear(1, 1), [])
     prompts = chat_prompts(config, torch.nn.Linear(1, 1), 3, 0)
     assert len(prompts) == -(-8 * 3 * 4 // len(tokens_of([CHAT], chatting)))
 
@@ -358,4 +358,4 @@ def test_a_stream_of_images():
 
     for data in (itertools.cycle(pictures()), streamed(lambda: itertools.cycle(pictures()), "image", label=0)):
         config = SparsifyConfig(data=data, processor=processor, num_samples=4, batch_size=2)
-        assert [len(call.kwargs["pixel_values"]) for call in load_calls(config, torch.nn.Linear(1, 1))] == [2, 2]
+        assert [len(call.kwargs["pixel_values"]) for call in load_calls(config, torch.nn.Linear(1, 1), [])] == [2, 2]

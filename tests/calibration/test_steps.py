@@ -44,7 +44,7 @@ def test_steps_are_the_same_whatever_the_batches(rows, as_call, size, sizes, tun
     """About 1,024 tokens each, at least 32, in an order drawn by the seed; an image counts as 128 tokens."""
     batches = rows.split(sizes)
     loader = [batch if as_call is None else as_call(batch) for batch in batches]
-    calls = load_calls(mts.SparsifyConfig(data_loader=loader, seed=5, **tuned), tiny_llama())
+    calls = load_calls(mts.SparsifyConfig(data_loader=loader, seed=5, **tuned), tiny_llama(), [])
     steps = {}
     for call in calls:
         steps.setdefault(call.step, []).append(flat_tensors((call.args, call.kwargs))[0])
@@ -76,13 +76,13 @@ FLOATS, POSITIONS = torch.zeros(40, 300), torch.zeros(3, 40, 300, dtype=torch.lo
     ids=["floats", "hidden states", "positions", "both", "more images", "fewer labels", "lengths", "one row"],
 )
 def test_what_is_not_known_to_have_a_row_for_each_sample_stays_whole(batch):
-    calls = load_calls(mts.SparsifyConfig(data_loader=[batch] * 3, reconstruct=True), tiny_llama())
+    calls = load_calls(mts.SparsifyConfig(data_loader=[batch] * 3, reconstruct=True), tiny_llama(), [])
     assert [batch_rows(call.args, call.kwargs) for call in calls] == [40] * 3
     assert sorted(call.batch for call in calls) == [0, 1, 2]
 
 
 def test_batches_stay_where_nothing_is_tuned():
-    (call,) = load_calls(mts.SparsifyConfig(data_loader=[ROWS], polish=True), tiny_llama())
+    (call,) = load_calls(mts.SparsifyConfig(data_loader=[ROWS], polish=True), tiny_llama(), [])
     assert call.step is None
     assert len(call.args[0]) == 256
 

@@ -140,7 +140,7 @@ def test_more_tokens_than_the_model_takes_are_refused(tokenizer, text):
 def calls_of(model: nn.Module, tokenizer, text: str, **options) -> list[int]:
     """How many windows each batch has."""
     config = mts.SparsifyConfig(data=[text], tokenizer=tokenizer, **options)
-    return [len(call.kwargs["input_ids"]) for call in load_calls(config, model)]
+    return [len(call.kwargs["input_ids"]) for call in load_calls(config, model, [])]
 
 
 def test_batches_on_the_cpu_have_about_2048_tokens(tokenizer, text):
