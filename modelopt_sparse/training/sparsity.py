@@ -34,6 +34,7 @@ from modelopt_sparse.model.find import model_inside, usable
 from modelopt_sparse.model.masking import (
     SUFFIX,
     MaskedParameter,
+    SparseModule,
     named_masks,
     pass_pruned_gradients,
     remove_masks,
@@ -542,6 +543,8 @@ class SparsityCallback(TrainerCallback):
             self.sparsity.apply(model)
         self.sparsity.release()  # of the optimizer of an earlier train()
         self.sparsity.apply(kwargs["optimizer"])
+        if args.load_best_model_at_end:
+            _tell_losses(model, False)  # Trainer loads weights under other masks, and then `on_train_end` reads both
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if state.is_world_process_zero:
@@ -551,6 +554,14 @@ class SparsityCallback(TrainerCallback):
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if args.load_best_model_at_end and state.best_model_checkpoint:
             _read_back(unwrapped(kwargs["model"]), Path(state.best_model_checkpoint))
+            _tell_losses(unwrapped(kwargs["model"]), True)
+
+
+def _tell_losses(model: nn.Module, tell: bool) -> None:
+    """Whether a warning says what masks throw away."""
+    for child in model.modules():
+        if isinstance(child, SparseModule):
+            child.told = () if tell else child.masked_names
 
 
 def _checkpoint(args: TrainingArguments, step: int) -> Path:

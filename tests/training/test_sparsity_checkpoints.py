@@ -3,6 +3,7 @@
 import functools
 import json
 import shutil
+import warnings
 
 import pytest
 import torch
@@ -106,7 +107,9 @@ def test_the_best_checkpoint_comes_back_with_its_masks(tmp_path):
         tmp_path, model, sparsity, eval_strategy="steps", eval_steps=2, save_steps=2, load_best_model_at_end=True
     ).args
     callbacks = [training.SparsityCallback(sparsity)]
-    Judged(model, arguments, train_dataset=DATA, eval_dataset=DATA[:4], callbacks=callbacks).train()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".* were written to pruned places")
+        Judged(model, arguments, train_dataset=DATA, eval_dataset=DATA[:4], callbacks=callbacks).train()
     best = mts.load(tmp_path / "checkpoint-2")
     last = mts.load(tmp_path / "checkpoint-6")
     assert_same_state(model, state_of(best))
