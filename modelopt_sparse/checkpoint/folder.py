@@ -510,13 +510,13 @@ def weight_files(folder: Path) -> list[str]:
     return [f"{prefix}{name}" for name in names]
 
 
-def rewritten(stored: Iterable[str], known: Iterable[str]) -> str:
+def rewritten(stored: Collection[str], known: Iterable[str]) -> str:
     """What to do about names of a folder whose model `training.sparse_ift` has rewritten; "" for all others.
 
-    Layers of a model with the names ``known`` are there as several.
+    Weights of a model with the names ``known`` are there as several.
     """
-    paths = {path for name in stored for path in IFT_MEMBER.findall(name)}
-    if not paths & {name.rpartition(".")[0] for name in known}:
+    weights = {f"{path}.weight" for name in stored for path in IFT_MEMBER.findall(name)}
+    if not (weights - set(stored)) & set(known):
         return ""
     return "its layers were rewritten by sparse_ift: build the model, sparse_ift(model, ...) as before, and restore"
 

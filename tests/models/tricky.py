@@ -35,6 +35,17 @@ class Shared(nn.Module):
         return self.second(self.first(x).relu())
 
 
+class Scaled(Shared):
+    """Its parts have the names of those that sparse_ift makes of a layer, and it has a parameter beside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale
+
+
 class Nested(nn.Module):
     """Layers in lists in dicts in lists, with names that have no letters."""
 
@@ -219,6 +230,7 @@ ROUND_TRIPS: dict[str, Callable[[], Any]] = {
     "tied embedding": Tied,
     "shared weight": Shared,
     "one module under two names": lambda: Shared(whole=True),
+    "parts and a parameter": lambda: nn.Sequential(Scaled()),
     "module called twice": lambda: nn.Sequential(*[nn.Linear(8, 8)] * 2),
     "nested containers": Nested,
     "lists of parameters": Listed,
