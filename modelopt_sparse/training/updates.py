@@ -189,8 +189,7 @@ class EveryFew:
 
     def before(self, step: int) -> int:
         """How many of the steps 0, 1, ..., step - 1 are updates."""
-        last = step if self.stop is None else min(step, self.stop)
-        return max(0, -(-(last - self.start) // self.freq))
+        return len(range(self.start, step if self.stop is None else min(step, self.stop), self.freq))
 
 
 @dataclass(frozen=True)
