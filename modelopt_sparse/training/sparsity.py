@@ -181,12 +181,6 @@ class Sparsity(ABC):
         trained = [weight for weight in self.sparse_params.values() if id(weight.parameter) in parameters]
         if not trained:
             raise ValueError(f"this {type(optimizer).__name__} holds no sparse parameter: use model.parameters()")
-        others = (getattr(hook, "__self__", None) for hook in optimizer._optimizer_step_post_hooks.values())
-        for other in (x for x in others if isinstance(x, Sparsity)):
-            theirs = {id(weight.parameter) for weight in other._trained_by(optimizer) if weight.moves}
-            if both := [weight.name for weight in trained if id(weight.parameter) in theirs]:
-                problem = f"{len(both)} masks ({both[0]!r} first) are moved by another {type(other).__name__} as well"
-                warnings.warn(f"{problem}: release() it, or put both into a Group", stacklevel=3)
         if not self._steps:
             self.release()
         self._steps[optimizer] = self.step

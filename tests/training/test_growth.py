@@ -192,15 +192,6 @@ def test_remove_takes_no_masks_of_others():
     assert len(masks_of(model)) == 2
 
 
-def test_a_second_algorithm_over_the_same_weights_is_told():
-    model = Mlp()
-    optimizer = applied(training.SET(0.5, include="*weight", scope="matrix"), model)
-    second = training.SET(0.8, include="first.weight", scope="matrix")
-    second.apply(model)
-    with pytest.warns(UserWarning, match=r"1 masks .'first.weight' first. are moved by another SET as well: release"):
-        second.apply(optimizer)
-
-
 @pytest.mark.parametrize("slow", [0, 1])
 def test_a_step_is_finished_when_all_optimizers_have_made_it(slow):
     """Whichever of them makes its steps less often."""
