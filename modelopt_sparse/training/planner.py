@@ -416,7 +416,8 @@ def levels_at(step: int, weights: Collection[SparseParameter]) -> dict[str, floa
             for weight in members
         }
         numbers = {weight.name: math.prod(weight.shape) // math.prod(shapes[weight.name]) for weight in members}
-        levels |= algorithm.levels(shapes, step, numbers)  # ERK goes by shapes, of experts by that of one
+        banks = [numbers] if max(numbers.values()) > 1 else []  # subclasses of the user's may take no more than two
+        levels |= algorithm.levels(shapes, step, *banks)  # ERK goes by shapes, of experts by that of one
     return levels
 
 
