@@ -177,7 +177,7 @@ class WorkFolder:
     def __init__(
         self, final_folder: Path, started: Mapping[str, Any], processes: Processes, *, overwrite: bool
     ) -> None:
-        self.final_folder, self.path = final_folder, work_path(final_folder)
+        self.final_folder, self.path = final_folder.resolve(), work_path(final_folder)
         self.leads = processes.rank == 0
         self.done: dict[int, BlockRecord] = {}
         self.budget: dict[str, Any] | None = None

@@ -271,6 +271,14 @@ def test_overwrite_replaces_a_model_and_leaves_other_files(source, tmp_path):
     assert {path.name for path in old.iterdir()} - {"notes.txt"} == {p.name for p in (tmp_path / "fresh").iterdir()}
 
 
+def test_a_link_to_where_nothing_is_yet_stays_one(source, tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "sparse")
+    streamed(source, tmp_path / "link", "magnitude")
+    assert (tmp_path / "link").is_symlink()
+    assert_same_folders(tmp_path / "sparse", tmp_path / "link")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dense", "link", "sparse"]
+
+
 def test_a_target_that_came_into_being_meanwhile_is_kept(source, tmp_path):
     target = tmp_path / "sparse"
 
