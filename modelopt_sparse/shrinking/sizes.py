@@ -372,7 +372,7 @@ def _within(model: PreTrainedModel, planned: Plan, request: ShrinkRequest) -> li
     counted, ceiling = _ceiling(model, request.budget)
 
     def cost(sizes: TargetSizes) -> int:
-        return costs(sizes.narrow(model, sizes.stay), *CALL)[counted]
+        return costs(sizes.narrow(model, sizes.stay), *_call_for(counted))[counted]
 
     problems = []
     try:
@@ -413,12 +413,18 @@ def _ceiling(model: PreTrainedModel, budget: Any) -> tuple[str, int]:
         budget = re.sub(r"([KMGT])B( bytes)?$", lambda match: f"{SCALES[match[1]]} bytes", budget.strip())
     parsed = parse_budget(budget, tuple(COUNTED))
     assert parsed is not None
-    dense, counted = costs(twin_of(model, {}), *CALL), COUNTED[parsed.unit]
+    counted = COUNTED[parsed.unit]
+    dense = costs(twin_of(model, {}), *_call_for(counted))
     if counted not in dense:
         raise ValueError(f"budget={budget!r}: calls of this model cannot be counted: give params, such as '70% params'")
     if (ceiling := parsed.ceiling(dense[counted])) >= dense[counted]:
         raise ValueError(f"budget={budget!r}: the model has {dense[counted]:,} {parsed.unit} already: give less")
     return counted, ceiling
+
+
+def _call_for(counted: str) -> tuple[int, ...]:
+    """The call that is made to know what is counted, which takes seconds of large models."""
+    return CALL if counted == COUNTED["flops"] else ()
 
 
 def block_size(block: nn.Module) -> frozenset[Any]:
