@@ -337,7 +337,7 @@ class PaddingOfInputs:
         if layer.adapter is not CONV:  # a convolution's rows are patches
             if _without_ones(x.shape[:-1]) == _without_ones(mask.shape):  # DeepSeek's latents are [B, 1, S, C]
                 return mask.view(x.shape[:-1])
-            if x.dim() == 2 and x.shape[0] == mask.numel():
+            if x.dim() == 2 and x.shape[0] == mask.numel() and layer.mixture is None:  # experts have an order of theirs
                 return mask.flatten()
         problem = f"layer {layer.name!r} gets an input of shape {list(x.shape)}, the token mask has {list(mask.shape)}"
         raise PaddingError(f"{problem}: which of its rows are padding cannot be told; {INSTEAD}")

@@ -292,8 +292,10 @@ def _with_size(model: PreTrainedModel, planned: Plan, sizes: TargetSizes, name: 
                 problem = error
             else:
                 if sizes.depth is not None:
-                    other = sizes.depth.name
-                    raise ValueError(f"to= has {other!r} and {name!r}, blocks of two stacks: shrink twice, by one each")
+                    earlier = sizes.depth.name
+                    raise ValueError(
+                        f"to= has {earlier!r} and {name!r}, blocks of two stacks: shrink twice, by one each"
+                    )
                 return replace(sizes, depth=depth, stay=depth.any_without(old - size, model))
     try:
         if old is None:  # it stands for a width that the class computes

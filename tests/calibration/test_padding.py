@@ -221,6 +221,32 @@ class SourceAndTarget(nn.Module):
         return self.first(src) + self.second(tgt)
 
 
+class ListedExperts(nn.Module):
+    """Each of two experts gets all tokens, those that like it best first."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.router, self.experts = nn.Linear(16, 2), nn.ModuleList([nn.Linear(16, 16), nn.Linear(16, 16)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            rows = x.flatten(0, 1)
+            for number, expert in enumerate(self.experts):
+                order = self.router(rows)[:, number].argsort()
+                rows = rows.index_add(0, order, expert(rows[order]))
+            return rows.view_as(x)
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList([self.Block(), self.Block()])
+
+    def forward(self, x: Tensor, attention_mask: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
 class OwnNames(nn.Transformer):
     def forward(self, src: Tensor, tgt: Tensor, src_padding_mask=None) -> Tensor:
         return self.decoder(tgt, self.encoder(src))
@@ -279,6 +305,7 @@ UNKNOWN = {
         {"data_loader": [SEQUENCES | MEMORY]},
         r"layer 'blocks.0.attention.in_proj_weight' gets .* \[2, 6, 16\]",
     ),
+    "experts in a list": (ListedExperts, {"data_loader": [SEQUENCES]}, "layer 'blocks.0.experts.0' gets an input"),
     "several lengths": (
         lambda: Ids(padded_samples),
         {"data_loader": [(SAMPLES,)], "collect_func": lambda batch: batch},
