@@ -551,8 +551,9 @@ def report(
 ) -> None:
     """Show what was done to the model in DIR. Per layer: recipe, pattern, zeros, error and time."""
     from modelopt_sparse.cli.inputs import add_evaluation
+    from modelopt_sparse.reports.page import checked_page
 
-    if html is not None and html.exists() and not overwrite:
+    if html is not None and checked_page(html).exists() and not overwrite:
         raise ValueError(f"--html {str(html)!r} exists: --overwrite replaces it, or give another path")
     if compare is not None and html is None:
         raise ValueError("--compare goes with --html FILE: two runs are shown side by side on a page")

@@ -65,6 +65,8 @@ def write_page(
 ) -> Path:
     """Write the page of one report, or of two side by side, and return its path. See `Report.to_html`."""
     path = checked_page(path)
+    if not path.resolve().parent.is_dir():
+        raise ValueError(f"{str(path)!r}: there is no folder {str(path.parent)!r}: make it first, or give another path")
     for name, mask in masks.items():
         if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
             raise ValueError(f"mask {name!r} is no bool tensor: give those of modelopt_sparse.named_masks")

@@ -603,10 +603,11 @@ def from_sentinel(state: Mapping[str, Tensor]) -> dict[str, Any]:
     for name, value in state.items():
         sparse[name] = value
         if isinstance(value, Tensor) and value.is_floating_point():
-            if value.isinf().any():
+            wide = value.float() if value.element_size() == 1 else value  # torch asks no float8 for NaN
+            if wide.isinf().any():
                 raise ValueError(f"{name!r} holds inf, which marks no pruned weight: the checkpoint is damaged")
-            if (pruned := value.isnan()).any():
-                sparse[name] = value.masked_fill(pruned, 0)
+            if (pruned := wide.isnan()).any():
+                sparse[name] = wide.masked_fill(pruned, 0).to(value.dtype)
                 sparse[name + SUFFIX] = ~pruned
     return sparse
 

@@ -53,6 +53,9 @@ def test_report_writes_a_page(run, sparse, tmp_path):
     assert "masks" in figures(page)
     done = run("report", sparse, "--html", page)
     assert (done.code, "exists: --overwrite replaces it, or give another path" in done.err) == (2, True)
+    for place, problem in ((tmp_path / "none" / "a.html", "there is no folder"), (tmp_path, "ends in .html")):
+        done = run("report", sparse, "--html", place)
+        assert (done.code, problem in done.err, "partial" in done.err) == (2, True, False)
     done = run("report", sparse, "--html", page, "--overwrite", "--json")
     assert json.loads(done.out) == mts.report(sparse).as_dict()
 

@@ -37,9 +37,11 @@ def test_optimizer_state_of_the_same_shape_is_marked_too():
     assert state["0.weight"]["step"] == 3.0
 
 
-def test_a_live_weight_of_zero_is_not_pruned():
-    back = training.from_sentinel({"weight": torch.tensor([0.0, torch.nan, 1.0])})
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
+def test_a_live_weight_of_zero_is_not_pruned(dtype):
+    back = training.from_sentinel({"weight": torch.tensor([0.0, torch.nan, 1.0]).to(dtype)})
     assert back["weight_mask"].tolist() == [True, False, True]
+    assert (back["weight"].dtype, back["weight"].float().tolist()) == (dtype, [0.0, 0.0, 1.0])
 
 
 def test_inf_is_damage():
