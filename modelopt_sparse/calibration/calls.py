@@ -98,7 +98,8 @@ class Attempt:
     wanted: the block that it is run for, with gradients or without; None: it runs to its end.
     finished: blocks whose outputs are kept. only_shapes: no block runs, all that they put out is unknown.
     last: the index of the last visit of the wanted block, while the call goes its way.
-    begun: whether the wanted block has begun to run. over: the call was stopped, what follows is not wanted.
+    called: whether the model's call has begun. begun: whether the wanted block has begun to run.
+    over: the call was stopped, what follows is not wanted.
     guessed: something in this run is unknown. needed: its values were asked for.
     """
 
@@ -110,6 +111,7 @@ class Attempt:
     last: int | None = None
     visits: list[nn.Module] = field(default_factory=list)
     needs: dict[Source, int] = field(default_factory=dict)
+    called: bool = False
     begun: bool = False
     over: bool = False
     guessed: bool = False
@@ -173,8 +175,14 @@ class Calls:
 
     def _tell(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """Pre-hook of the model and parts of it: note which tokens their arguments call padding, for this call."""
-        if self._attempt is not None and not self._attempt.only_shapes:
-            self._attempt.call.numbered.masks.tell(module, args, kwargs)
+        attempt = self._attempt
+        if attempt is None or attempt.only_shapes:
+            return
+        masks = attempt.call.numbered.masks
+        if module is self.run.model and not attempt.called:  # told before, by arguments that no device is waited for
+            attempt.called, masks.told = True, dict(masks.first)
+        else:
+            masks.tell(module, args, kwargs)
 
     def whole(self, call: WalkedCall) -> None:
         """Run a call to its end, through all blocks as they are, which tells its way."""

@@ -72,12 +72,14 @@ class PaddingOfCall:
     error if they do not say so. A module that is no encoder-decoder has its own tokens on its decoder's side, and those
     that it attends to on the encoder's. ``image`` is for the image encoder beside or inside of a text model, which text
     padding says nothing about.
+    first: what the arguments of the call itself say.
     notes: get masks of tokens of which nothing says whether True is padding.
     """
 
     model: nn.Module | None = None
     notes: list[str] = field(default_factory=list)
     told: dict[tuple[Any, Side], Tensor | PaddingError | None] = field(default_factory=dict)
+    first: dict[tuple[Any, Side], Tensor | PaddingError | None] = field(default_factory=dict)
 
     @torch.inference_mode(False)  # an inference tensor could not be saved for a backward pass
     def tell(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> None:
@@ -501,6 +503,7 @@ class CalibrationData:
         if not self.run.config.count_padding:
             masks.tell(part, call.args, call.kwargs)
             masks.told |= {(model, side): real for (_, side), real in masks.told.items()}
+        masks.first = dict(masks.told)
         return masks
 
     def run_model(
