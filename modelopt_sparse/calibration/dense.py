@@ -358,7 +358,8 @@ def _beside(dense: DenseRun, tried: Sequence[Tried]) -> list[Tried]:
     args, kwargs = map_batch(
         lambda x: x.roll(1, 0 if len(x) > 1 else -1) if x.dim() else x, (numbered.call.args, numbered.call.kwargs)
     )
-    rolled = replace(numbered, call=replace(numbered.call, args=args, kwargs=kwargs))
+    call = replace(numbered.call, args=args, kwargs=kwargs)
+    rolled = replace(numbered, call=call, masks=dense.data.masks_of(call))
     with suppress(ValueError):
         return truth_of(dense.again, [rolled])
     return []

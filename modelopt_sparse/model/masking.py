@@ -210,7 +210,8 @@ def attach_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> torc
             zero_state(optimizer, _find_parameter(model, name)[2], mask)
 
     reapply()
-    return optimizer.register_step_post_hook(torch.compiler.disable(reapply))  # type: ignore[arg-type]
+    hook = torch.compiler.disable(reapply)  # for users who compile `step`
+    return optimizer.register_step_post_hook(hook)  # type: ignore[arg-type]  # torch declares no result of `disable`
 
 
 def zero_state(optimizer: torch.optim.Optimizer, weight: nn.Parameter, mask: Tensor) -> None:
@@ -538,7 +539,7 @@ class MaskedParameter(nn.Parameter):
         self.zeroed = None  # gradients by hand come without a backward pass
         GRAD.__set__(self, value)
 
-    grad = property(GRAD.__get__, _set_grad, GRAD.__delete__)  # type: ignore[assignment]
+    grad = property(GRAD.__get__, _set_grad, GRAD.__delete__)  # type: ignore[assignment]  # torch declares an attribute
 
     def untyped_storage(self) -> torch.UntypedStorage:
         self.zeroed = None

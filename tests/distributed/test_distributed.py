@@ -463,7 +463,7 @@ def test_working_together_without_a_group_is_refused():
     with pytest.raises(ValueError, match=r"distributed='yes': must be True, False or None"):
         mts.sparsify(tiny_llama(), "magnitude", {"distributed": "yes"})
     with pytest.raises(ValueError, match=r"distributed=0: must be True, False or None"):
-        count_processes(0)  # type: ignore[arg-type]
+        count_processes(0)  # type: ignore[arg-type]  # what users may give
     assert count_processes(None) == count_processes(False) == 1
 
 
