@@ -8,6 +8,8 @@ from .algorithms import RigL as RigL
 from .algorithms import SparsityAlgorithm as SparsityAlgorithm
 from .algorithms import Static as Static
 from .config import configure as configure
+from .costs import Cost as Cost
+from .costs import cost as cost
 from .distillation import distill as distill
 from .iso_flop.config import configure_sparse_ift as configure_sparse_ift
 from .iso_flop.members import Doped as Doped
@@ -17,9 +19,7 @@ from .iso_flop.members import fold as fold
 from .iso_flop.transform import IsoPlan as IsoPlan
 from .iso_flop.transform import SparseIFT as SparseIFT
 from .iso_flop.transform import sparse_ift as sparse_ift
-from .planner import Cost as Cost
 from .planner import TrainingPlan as TrainingPlan
-from .planner import cost as cost
 from .sparsity import Sparsity as Sparsity
 from .sparsity import SparsityCallback as SparsityCallback
 from .sparsity import finalize as finalize

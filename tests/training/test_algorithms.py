@@ -582,6 +582,14 @@ def test_gradients_that_float16_has_lost_are_told():
         optimizer.step()
 
 
+def test_a_mask_without_zeros_has_lost_no_gradients(recwarn):
+    model = nn.Linear(8, 8)
+    optimizer = applied(training.RigL(0.0, include="weight", update=1), model)
+    model(torch.randn(4, 8)).sum().backward()
+    optimizer.step()
+    assert not recwarn.list
+
+
 def test_a_plan_works_on_meta_and_apply_does_not():
     with torch.device("meta"):
         model = nn.Linear(8, 8)

@@ -12,6 +12,7 @@ from modelopt_sparse.model.hf import built, model_class
 from modelopt_sparse.reports.text import Column, Printed, by_reason, first_few, paragraph, product_of, rows_of, table
 from modelopt_sparse.reports.values import Skipped
 from modelopt_sparse.training.algorithms import Group, SparsityAlgorithm, Static
+from modelopt_sparse.training.costs import counting
 from modelopt_sparse.training.iso_flop.members import (
     Activation,
     Convolution,
@@ -24,7 +25,6 @@ from modelopt_sparse.training.iso_flop.members import (
 from modelopt_sparse.training.planner import (
     BLOCKS,
     SparseParameter,
-    counting,
     find_weights,
     levels_at,
     parse_filter,
