@@ -23,17 +23,6 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from modelopt_sparse.calibration.answers import (
-    Answer,
-    Arguments,
-    Needed,
-    Source,
-    Unknown,
-    draw_from,
-    random_states,
-    shared_states,
-    signature,
-)
 from modelopt_sparse.calibration.forward import (
     NOT_OF_THE_BATCH,
     Begin,
@@ -46,7 +35,20 @@ from modelopt_sparse.calibration.forward import (
     onloaded_blocks,
     record_outputs,
 )
-from modelopt_sparse.calibration.state import ModelState, objects_of, with_copied_arguments
+from modelopt_sparse.calibration.rerun import (
+    Answer,
+    Arguments,
+    ModelState,
+    Needed,
+    Source,
+    Unknown,
+    draw_from,
+    objects_of,
+    random_states,
+    shared_states,
+    signature,
+    with_copied_arguments,
+)
 from modelopt_sparse.model.devices import (
     flat_tensors,
     forwards_replaced,

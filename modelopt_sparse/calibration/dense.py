@@ -20,11 +20,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from modelopt_sparse.calibration.answers import random_states, shared_states
 from modelopt_sparse.calibration.calls import AtBlock, Calls, Inputs, Order, WalkedCall, WholeModel
 from modelopt_sparse.calibration.data import Call, digest_of
 from modelopt_sparse.calibration.forward import CalibrationData, NumberedCall, forward_context, input_hooks, input_key
-from modelopt_sparse.calibration.state import settings_of
+from modelopt_sparse.calibration.rerun import random_states, settings_of, shared_states
 from modelopt_sparse.calibration.trial import (
     CHANGES,
     Problem,

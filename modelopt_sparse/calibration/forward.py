@@ -16,7 +16,6 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from modelopt_sparse.calibration.answers import Unknown, drawing_from
 from modelopt_sparse.calibration.data import Call, batch_rows, digest_of, held_back, load_calls, source_of, split_steps
 from modelopt_sparse.calibration.own_text import (
     calls_from_nothing,
@@ -26,6 +25,7 @@ from modelopt_sparse.calibration.own_text import (
     token_rows,
     why_no_text,
 )
+from modelopt_sparse.calibration.rerun import Unknown, drawing_from
 from modelopt_sparse.model.devices import (
     dense_rows,
     flat_tensors,

@@ -17,7 +17,7 @@ from transformers import DynamicCache, LlamaForCausalLM, WhisperConfig, WhisperF
 
 import modelopt_sparse as mts
 from modelopt_sparse.calibration import calls as calls_module
-from modelopt_sparse.calibration.answers import Needed, Unknown
+from modelopt_sparse.calibration.rerun import Needed, Unknown
 from modelopt_sparse.calibration.trial import fingerprint_of, same_fingerprint
 from tests.calibration.collecting import assert_calibrated, collected, thread_state
 from tests.helpers import tiny_llama, token_batches

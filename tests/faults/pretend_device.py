@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
-from modelopt_sparse.calibration.answers import Unknown
+from modelopt_sparse.calibration.rerun import Unknown
 
 NAME = "pretend"
 
