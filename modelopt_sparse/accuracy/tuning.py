@@ -340,7 +340,7 @@ class TunedWeights:
         noise than they gain: see examples/benchmarks/README.md for a model whose blocks have errors of 2e-4.
         """
         for weight in self.members:
-            weight.rate *= min(1.0, math.sqrt(error / full))
+            weight.rate *= min(1.0, math.sqrt(max(error, 0.0) / full))  # a KL of zero may round to less
 
     def step(self, gradients: Gradients, schedule: float, *, moves: bool) -> None:
         for weight, gradient in zip(self.members, gradients):
