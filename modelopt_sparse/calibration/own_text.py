@@ -24,7 +24,7 @@ from modelopt_sparse.checks import grouped
 from modelopt_sparse.distributed import Processes
 from modelopt_sparse.model.devices import flat_tensors, input_device, map_tensors
 from modelopt_sparse.model.find import model_inside
-from modelopt_sparse.model.hf import adds_text, cache_name, default_seq_len, redraws_text, writes_text
+from modelopt_sparse.model.hf import adds_text, cache_name, default_seq_len, redraws_text, text_config_of, writes_text
 from modelopt_sparse.model.output import drawn
 from modelopt_sparse.plan.options import OWN_WINDOWS, SELF, SparsifyConfig
 from modelopt_sparse.run import Run, calibrating
@@ -342,7 +342,7 @@ def calls_from_nothing(model: nn.Module, config: SparsifyConfig, processes: Proc
 
 def begin_of_text(model: nn.Module) -> Tensor:
     """The token [1] that texts begin with, or the one that ends them where models are trained without the former."""
-    configs = [getattr(model, "generation_config", None), model.config.get_text_config()]  # type: ignore[union-attr,operator]  # of transformers
+    configs = [getattr(model, "generation_config", None), text_config_of(model)]
     for name in ("bos_token_id", "eos_token_id"):
         for config in configs:
             token = getattr(config, name, None)

@@ -28,9 +28,9 @@ def longest_window(model: nn.Module) -> int | None:
 
 
 def text_config_of(model: nn.Module) -> Any:
-    """The config of a model, or of the text model inside it; None if the model has none."""
+    """The config of a model, or of the text model inside it, of two the decoder's; None if the model has none."""
     config = getattr(model, "config", None)
-    return config.get_text_config() if isinstance(config, PreTrainedConfig) else config
+    return [config, *parts_of(config)][-1]
 
 
 def default_seq_len(model: nn.Module) -> int:
@@ -191,8 +191,12 @@ def forget_quantization(config: Any) -> None:
 
 
 def parts_of(config: Any) -> list[Any]:
-    """A transformers config, and its text model's if that is another object; [] for any other object."""
+    """A transformers config, and that of the text model in it if that is another object, of two the decoder's, as
+    MusicGen has; [] for any other object."""
     if not isinstance(config, PreTrainedConfig):
         return []
-    text = config.get_text_config()
+    try:
+        text = config.get_text_config()
+    except ValueError:
+        text = config.get_text_config(decoder=True)
     return [config] if text is config else [config, text]

@@ -5,7 +5,16 @@ import json
 import pytest
 import torch
 from torch import nn
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedConfig
+from transformers import (
+    AutoTokenizer,
+    EncodecConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MusicgenConfig,
+    MusicgenDecoderConfig,
+    PreTrainedConfig,
+    T5Config,
+)
 
 import modelopt_sparse as mts
 from modelopt_sparse.calibration.data import load_calls
@@ -141,6 +150,14 @@ def calls_of(model: nn.Module, tokenizer, text: str, **options) -> list[int]:
     """How many windows each batch has."""
     config = mts.SparsifyConfig(data=[text], tokenizer=tokenizer, **options)
     return [len(call.kwargs["input_ids"]) for call in load_calls(config, model, [])]
+
+
+def test_of_two_text_models_the_decoder_says_how_many_tokens_are_taken():
+    model = nn.Linear(4, 4)
+    decoder = MusicgenDecoderConfig(max_position_embeddings=77).to_dict()
+    parts = {"text_encoder": T5Config().to_dict(), "audio_encoder": EncodecConfig().to_dict(), "decoder": decoder}
+    model.config = MusicgenConfig(**parts)
+    assert default_seq_len(model) == 77
 
 
 def test_batches_on_the_cpu_have_about_2048_tokens(tokenizer, text):
