@@ -128,13 +128,14 @@ class Report(Printed):
 
     def time_by_part(self) -> dict[str, float]:
         """Part of the run -> its seconds. The time of blocks is split further, except for a run of several processes,
-        which solve at the same time."""
+        which solve at the same time, and where layers and blocks are those of other runs as well."""
         solving, tuning = sum(layer.seconds for layer in self.layers), sum(block.seconds for block in self.blocks)
         distilling = 0.0 if self.distillation is None else self.distillation.seconds
         parts = dict(self.seconds) or {"distillation": distilling}
         permuting = parts.pop("permutation", 0.0)  # in "blocks" as well
-        if "processes" not in self.settings:
-            running = parts.pop("blocks", solving + tuning) - permuting - solving - tuning
+        running = parts.get("blocks", solving + tuning) - permuting - solving - tuning
+        if "processes" not in self.settings and not self.earlier and running >= 0:
+            parts.pop("blocks", None)
             parts |= {"forwards and statistics": running, "permutation": permuting, "solving": solving}
             parts["reconstruction"] = tuning
         return {part: spent for part, spent in parts.items() if spent > 0}
@@ -277,7 +278,8 @@ def merged_report(earlier: Report, new: Report) -> Report:
     """The report of a model that was pruned twice.
 
     Layers of the first run stand where the second did not touch them, and ``earlier`` holds the settings and notes of
-    their run. Layers that were pruned again say so: their error counts from the weights that the first run left.
+    their run. Layers that were pruned again say so: their error counts from the weights that the first run left. Blocks
+    that were tuned stand as long as a layer that was tuned with them does.
     """
     before = {layer.name: layer for layer in earlier.layers}
     again = {layer.name for layer in new.layers}
@@ -294,10 +296,16 @@ def merged_report(earlier: Report, new: Report) -> Report:
     last: dict[str, Any] = {"layers": [layer.name for layer in untouched if layer.name not in older]}
     last |= {key: getattr(earlier, key) for key in ("notes", "settings", "calibration", "versions")}
     tuned = {block.name for block in new.blocks}
+    still_tuned = {layer.name for layer in untouched if RECONSTRUCTED in layer.recipe}
+
+    def stands(block: BlockReport) -> bool:
+        inside = {name for name in before if name.startswith(f"{block.name}.")}
+        return block.name not in tuned and not still_tuned.isdisjoint(inside or before)  # or: it is the whole model
+
     return replace(
         new,
         layers=untouched + redone,
-        blocks=[block for block in earlier.blocks if block.name not in tuned] + new.blocks,
+        blocks=[*filter(stands, earlier.blocks), *new.blocks],
         skipped=tuple(skipped for skipped in new.skipped if skipped.name not in standing),
         earlier=[run for run in (*runs, last) if run["layers"]],
         shrunk=new.shrunk or earlier.shrunk,

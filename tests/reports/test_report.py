@@ -90,6 +90,25 @@ def test_the_parts_of_a_run_are_all_of_its_time():
     assert report.time_by_part() == report.seconds
 
 
+def test_a_second_run_has_its_own_time_and_the_blocks_whose_layers_stand():
+    data = {"data_loader": token_batches(4), "progress": False}
+    model = mts.sparsify(tiny_llama(), "sparsegpt", reconstruct=1, pattern="1:4", **data)
+    first, second = "model.layers.0", "model.layers.1"
+    mts.sparsify(model, "magnitude", replace=True, include=f"{first}.*", progress=False)
+    report = mts.report(model)
+    assert [block.name for block in report.blocks] == [second], "nothing of the first one is tuned any more"
+    assert report.time_by_part() == report.seconds, "what solving and tuning took is that of both runs"
+    mts.sparsify(model, "wanda", replace=True, **data)
+    assert mts.report(model).blocks == []
+
+    net = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.ReLU(), torch.nn.Linear(16, 16))
+    data["data_loader"] = [torch.randn(8, 16) for _ in range(4)]
+    mts.sparsify(net, "sparsegpt", reconstruct=1, include=["0", "2"], **data)
+    for name, left in ("0", ["Sequential"]), ("2", []):
+        mts.sparsify(net, "magnitude", include=name, progress=False)
+        assert [block.name for block in mts.report(net).blocks] == left
+
+
 def test_permutation_is_a_part_of_what_blocks_take():
     model = mts.sparsify(tiny_llama(), "wanda", permute=True, data_loader=token_batches(4), progress=False)
     report = mts.report(model)
