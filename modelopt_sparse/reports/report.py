@@ -40,7 +40,7 @@ class Report(Printed):
 
     layers, blocks, skipped: the layers that were pruned, the blocks that were tuned, the weights that stay dense.
     notes, settings, calibration, versions: those of the last run.
-    earlier: the same of the runs before it, each with the names of its layers that still stand.
+    earlier: the same of the runs before it, each with the names of its layers that still stand; none of a shrink.
     distillation: what distilling the whole model did, or None.
     peak_memory: device -> the most bytes that the process of the last run held there in its life.
     seconds: part of the last run -> how long it took, by the clock.
@@ -237,7 +237,7 @@ class Report(Printed):
     def summaries(self) -> list[str]:
         """What the page and ``text`` begin with: what was pruned, and what a model was shrunk by."""
         pruned = [self.summary()] if self.layers or self.shrunk is None else []
-        return pruned if self.shrunk is None else [*pruned, f"{self.shrunk.summary(self.settings.get('divergence'))}."]
+        return pruned if self.shrunk is None else [*pruned, f"{self.shrunk.summary()}."]
 
     def summary(self) -> str:
         """The first line of ``text``: how many layers and zeros, how long it took, and with what."""
@@ -291,23 +291,27 @@ def merged_report(earlier: Report, new: Report) -> Report:
         for layer in new.layers
     ]
     standing = {layer.name for layer in untouched}
-    runs = [{**run, "layers": [name for name in run["layers"] if name in standing]} for run in earlier.earlier]
-    older = {name for run in runs for name in run["layers"]}
-    last: dict[str, Any] = {"layers": [layer.name for layer in untouched if layer.name not in older]}
+    older = {name for run in earlier.earlier for name in run["layers"]}
+    last: dict[str, Any] = {"layers": [layer.name for layer in earlier.layers if layer.name not in older]}
     last |= {key: getattr(earlier, key) for key in ("notes", "settings", "calibration", "versions")}
+    runs = []
+    for run in (*earlier.earlier, last):
+        left = [name for name in run["layers"] if name in standing]
+        if left or not run["layers"]:  # what a run has shrunk stands
+            runs.append({**run, "layers": left})
     tuned = {block.name for block in new.blocks}
-    still_tuned = {layer.name for layer in untouched if RECONSTRUCTED in layer.recipe}
+    tuned_before = {layer.name for layer in earlier.layers if RECONSTRUCTED in layer.recipe}
 
     def stands(block: BlockReport) -> bool:
-        inside = {name for name in before if name.startswith(f"{block.name}.")}
-        return block.name not in tuned and not still_tuned.isdisjoint(inside or before)  # or: it is the whole model
+        inside = {name for name in tuned_before if name.startswith(f"{block.name}.")} or tuned_before  # the whole model
+        return block.name not in tuned and (not inside or not inside.isdisjoint(standing))
 
     return replace(
         new,
         layers=untouched + redone,
         blocks=[*filter(stands, earlier.blocks), *new.blocks],
         skipped=tuple(skipped for skipped in new.skipped if skipped.name not in standing),
-        earlier=[run for run in (*runs, last) if run["layers"]],
+        earlier=runs,
         shrunk=new.shrunk or earlier.shrunk,
     )
 

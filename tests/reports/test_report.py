@@ -109,6 +109,21 @@ def test_a_second_run_has_its_own_time_and_the_blocks_whose_layers_stand():
         assert [block.name for block in mts.report(net).blocks] == left
 
 
+def test_what_shrink_measured_and_noted_stands_after_later_runs():
+    data = {"data_loader": token_batches(6), "progress": False}
+    model = mts.shrink(tiny_llama(), mlp=0.5, divergence="squared", reconstruct=1, **data)
+    shrunk = mts.report(model)
+    assert "; squared error from the model before" in shrunk.summaries()[0]
+    for _ in range(2):
+        mts.sparsify(model, "magnitude", replace=True, progress=False)
+        report = mts.report(model)
+        assert report.summaries()[1] == shrunk.summaries()[0]
+        assert "squared error from the model before" in cost_of(report)
+        assert report.all_notes() == shrunk.notes
+        assert [run["settings"] for run in report.earlier] == [shrunk.settings]
+        assert report.blocks == shrunk.blocks
+
+
 def test_permutation_is_a_part_of_what_blocks_take():
     model = mts.sparsify(tiny_llama(), "wanda", permute=True, data_loader=token_batches(4), progress=False)
     report = mts.report(model)
