@@ -452,7 +452,8 @@ def _experts(layers: Sequence[LayerReport]) -> Figure | None:
 
 def _mask_maps(masks: Mapping[str, Tensor], report: "Report") -> Figure:
     """Draw the first rows and columns of each mask one by one, and all of it as fractions of zeros."""
-    stacks = {layer.parameter for layer in report.layers if len(layer.shape) == 3}
+    # groups of convolutions too are matrices, one after the other in the mask
+    stacks = {layer.parameter for layer in report.layers if len(layer.shape) == 3 and "Conv" not in layer.type}
     traces, choices = [], {}
     for name in drawn_masks(report, masks):
         mask = masks[name][0] if name in stacks and masks[name].dim() > 2 else masks[name]

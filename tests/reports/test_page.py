@@ -160,6 +160,15 @@ def test_the_map_of_a_mask(tmp_path):
     assert (whole["dx"], whole["dy"]) == (2, 2)
 
 
+def test_the_map_of_a_convolution_has_all_of_its_groups(tmp_path):
+    net = torch.nn.Sequential(torch.nn.Conv2d(8, 6, 3, groups=2), torch.nn.Conv1d(6, 6, 3, groups=6))
+    mts.sparsify(net, "magnitude", pattern=0.5, include=["0", "1"], progress=False)
+    masks = dict(mts.named_masks(net))
+    drawn = figures(mts.report(net).to_html(tmp_path / "a.html", masks=masks))["masks"]
+    for name, (corner, _) in drawn["choices"].items():
+        assert drawn["traces"][corner]["z"] == (~masks[name]).flatten(1).int().tolist()
+
+
 def test_of_many_masks_those_with_the_largest_errors_are_drawn():
     report = Report(layers=[layer(f"a.{i}", (i / 10,)) for i in range(9)])
     assert drawn_masks(report, [each.parameter for each in report.layers]) == [f"a.{i}.weight" for i in range(8, 2, -1)]
