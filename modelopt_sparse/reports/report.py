@@ -107,7 +107,7 @@ class Report(Printed):
     def weights(self) -> tuple[int, int]:
         """(weights of the pruned layers, weights of all matrices)."""
         pruned = sum(layer.size for layer in self.layers)
-        return pruned, pruned + sum(math.prod(weight.shape) for weight in self.skipped)
+        return pruned, pruned + sum(math.prod(weight.shape) for weight in self.skipped if len(weight.shape) > 1)
 
     def unmasked(self, masks: Collection[str]) -> set[str]:
         """Layers that a run gave masks to, and that are not among the parameters with ``masks``; none if there are no
@@ -291,6 +291,7 @@ def merged_report(earlier: Report, new: Report) -> Report:
         for layer in new.layers
     ]
     standing = {layer.name for layer in untouched}
+    held = standing | {layer.parameter for layer in untouched}
     older = {name for run in earlier.earlier for name in run["layers"]}
     last: dict[str, Any] = {"layers": [layer.name for layer in earlier.layers if layer.name not in older]}
     last |= {key: getattr(earlier, key) for key in ("notes", "settings", "calibration", "versions")}
@@ -310,7 +311,8 @@ def merged_report(earlier: Report, new: Report) -> Report:
         new,
         layers=untouched + redone,
         blocks=[*filter(stands, earlier.blocks), *new.blocks],
-        skipped=tuple(skipped for skipped in new.skipped if skipped.name not in standing),
+        # sparse training names parameters, and so do masks of what is no layer
+        skipped=tuple(x for x in new.skipped if held.isdisjoint({x.name, f"{x.name}.weight"})),
         earlier=runs,
         shrunk=new.shrunk or earlier.shrunk,
     )

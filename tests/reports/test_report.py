@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import modelopt_sparse as mts
+from modelopt_sparse import training
 from modelopt_sparse.reports.page import cost_of
 from tests.helpers import tiny_llama, token_batches
 from tests.oracles import reference
@@ -107,6 +108,23 @@ def test_a_second_run_has_its_own_time_and_the_blocks_whose_layers_stand():
     for name, left in ("0", ["Sequential"]), ("2", []):
         mts.sparsify(net, "magnitude", include=name, progress=False)
         assert [block.name for block in mts.report(net).blocks] == left
+
+
+@pytest.mark.parametrize("trained", [["*.mlp.*.weight"], ["model.embed_tokens.weight", "*norm*"]], ids=["mlp", "other"])
+@pytest.mark.parametrize("first", ["sparsify", "training"])
+def test_each_matrix_counts_once_where_sparse_training_and_sparsify_meet(first, trained):
+    model = tiny_llama()
+    matrices = sum(p.numel() for p in model.parameters() if p.dim() >= 2)
+    for run in (first, *{"sparsify", "training"} - {first}):
+        if run == "training":
+            training.Static(0.75, include=trained).apply(model)
+        else:
+            mts.sparsify(model, "magnitude", include="*q_proj", progress=False)
+        report = mts.report(model)
+        vectors = sum(row.size for row in report.layers if "norm" in row.name)
+        assert report.weights[1] == matrices + vectors
+        held = {name for row in report.layers for name in (row.name, row.parameter)}
+        assert held.isdisjoint({x.name for x in report.skipped} | {f"{x.name}.weight" for x in report.skipped})
 
 
 def test_what_shrink_measured_and_noted_stands_after_later_runs():
