@@ -501,10 +501,11 @@ def compared_figures(runs: Runs) -> list[Figure | None]:
 
 
 def _error_pairs(runs: Runs) -> Figure | None:
-    """Each layer as a point: its error in one run and in the other; means by block and role."""
+    """Each layer as a point: its error in one run and in the other; means by block and role. All roles are drawn, for
+    what is rare in one run may not be in the other."""
     first, second = (
-        {(role, block): error for role, points in errors.items() for block, error in points.items()}
-        for errors in (_grouped(_by_role(report.layers, _last)) for _, report in runs)
+        {(role, block): error for role, points in _grouped(layers).items() for block, error in points.items()}
+        for layers in ([(place_of(x.name)[1], _block(x), _last(x)) for x in report.layers] for _, report in runs)
     )
     both = [key for key in first if first[key] > 0 and second.get(key, 0) > 0]
     if not both:

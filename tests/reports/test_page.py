@@ -12,7 +12,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 
 import modelopt_sparse as mts
 from modelopt_sparse import training
-from modelopt_sparse.reports.page import cost_of, drawn_masks, place_of
+from modelopt_sparse.reports.page import compared_figures, cost_of, drawn_masks, place_of
 from modelopt_sparse.reports.report import Report
 from modelopt_sparse.reports.values import BlockReport, Distilled, Shrunk, Skipped
 from tests.helpers import tiny_llama, token_batches
@@ -240,6 +240,11 @@ def test_two_runs_side_by_side(tmp_path):
         ("two", [0.3, 0.5]),
     ]
     assert [trace["y"] for trace in drawn["seconds"]["traces"]] == [[5.0, 0.5, 0.0], [0.5, 0.0, 0.5]]
+    roles = [layer(f"a.0.{i}x", (0.01 * (i + 1),)) for i in range(12)]
+    (pairs,) = (
+        x for x in compared_figures([("one", Report(roles)), ("two", Report(roles[1:]))]) if x and x.key == "pairs"
+    )
+    assert all(trace["x"] == trace["y"] for trace in pairs.traces), "of many roles too, each is compared with itself"
     same = first.to_html(tmp_path / "b.html", title="one", compare=second, compare_title="one")
     assert "error, A" in tables(same)["layers"]
 
