@@ -31,7 +31,7 @@ from modelopt_sparse.plan.options import SparsifyConfig
 from modelopt_sparse.plan.plan import Plan, common_to_processes
 from modelopt_sparse.plan.planner import distributed_in, plan_for, resolve
 from modelopt_sparse.reports.report import Report, attach_report, attached_report, merged_report
-from modelopt_sparse.reports.values import PERMUTED
+from modelopt_sparse.reports.values import PERMUTED, Skipped
 from modelopt_sparse.run import InMemory, Run, Storage, calibrating, refuse_unusable
 from modelopt_sparse.solving.solve import sparsify_block
 
@@ -183,6 +183,9 @@ def _report(model: nn.Module, plan: Plan, config: SparsifyConfig, processes: Pro
     except BaseException as error:
         done = f"{len(report.layers)} of {len(plan.layers)} layers"
         report.notes.append(f"stopped by {type(error).__name__} after {done} of the plan")
+        known = {row.name for row in (*report.layers, *report.skipped)}
+        left = (Skipped(x.name, x.type, x.shape, "not reached: the run was stopped") for x in plan.layers)
+        report.skipped += tuple(row for row in left if row.name not in known)
         raise
     finally:
         device = config.device or input_device(model)

@@ -3,6 +3,7 @@ the curve of what budgets cost."""
 
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
@@ -74,18 +75,24 @@ def decided(data: CalibrationData) -> tuple[CalibrationData, dict[str, Any]]:
     plans = {"the choice by losses": chosen, **costs.plain(budget)}
     plans = {title: costs.filled(plan, budget) for title, plan in plans.items()}
     sums, measured = [costs.loss(plan) for plan in plans.values()], divergences(data, [*plans.values()])
+    settings = data.run.report.settings  # which a process that judges no batch does not know
+    settings |= next(filter(None, data.run.processes.all_gather("what is measured", _divergence(settings))), {})
     title, chosen = [*plans.items()][measured.index(min(measured))]
     factor = sum(map(_kl_to_loss, measured)) / max(sum(sums), 1e-30)
     return data, {
         "asked": str(budget),
         "taken": title,
-        **{name: value for name, value in data.run.report.settings.items() if name == "divergence"},
+        **_divergence(settings),
         "tried": {name: [total, kl] for name, total, kl in zip(plans, sums, measured)},
         "costs": {budget.unit: [costs.cost(budget.unit, chosen), costs.ceiling(budget)]},
         "layers": {name: str(choice or DENSE) for name, choice in chosen.items()},
         "zeros": {layer.name: zeros_in(layer, chosen[layer.name]) / layer.size for layer in costs.plan.layers},
         "curve": _curve(costs, budget.unit, factor),
     }
+
+
+def _divergence(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in settings.items() if name == "divergence"}
 
 
 def _kl_to_loss(kl: float) -> float:

@@ -80,6 +80,7 @@ class ChoiceCosts:
             stay = layer.size - zeros_in(layer, choice)
             if unit == "bytes":
                 packed = isinstance(choice, NM) and (choice.n, choice.m) == (2, 4)
+                packed = packed and layer.type == "Linear" and not layer.layer.tied_modules  # as the runtime asks
                 packed = packed and takes_shape(layer.shape)[str(self.config.runtime)]
                 total += stay * BYTES + stay // 4 if packed else layer.size * BYTES  # two bits for each that stays
             else:

@@ -23,6 +23,7 @@ from modelopt_sparse.checkpoint.dequantize import Quantized, dequantization_of
 from modelopt_sparse.checkpoint.folder import (
     DESCRIPTION,
     MASKS,
+    Description,
     checked_place,
     checksum,
     copy_companions,
@@ -50,7 +51,7 @@ from modelopt_sparse.oneshot import check_run, prune
 from modelopt_sparse.plan.options import OWN_WINDOWS, SparsifyConfig
 from modelopt_sparse.plan.plan import Plan, started_with
 from modelopt_sparse.plan.planner import distributed_in, plan_for, resolve
-from modelopt_sparse.reports.report import Report
+from modelopt_sparse.reports.report import Report, merged_report
 from modelopt_sparse.run import Run
 from modelopt_sparse.shrinking.plan import checked, settings_of_run, shrink_config
 from modelopt_sparse.shrinking.shrink import decided, shrink_to_one
@@ -104,8 +105,9 @@ def sparsify_checkpoint(
         _refuse_whole_model(settings, "sparsify")
         remote: dict[str, Any] = {"trust_remote_code": trust_remote_code}
         folder = local_folder(source, revision)
-        if not settings.replace and (count := _masks_in(folder)):
-            advice = f"{IN_MEMORY} sparsify, or give replace=True, which drops them"
+        described = _description_in(folder)
+        if described is not None and described.masks and not settings.replace:
+            count, advice = len(described.masks), f"{IN_MEMORY} sparsify, or give replace=True, which drops them"
             raise ValueError(f"{str(folder)!r} holds {count} masks, which streaming does not read: {advice}")
         empty = empty_model(folder, **remote)
         quantized = dequantization_of(empty, folder, dtype, dequantize=dequantize)
@@ -123,7 +125,8 @@ def sparsify_checkpoint(
                 return Report.from_dict(work.report)
             report = prune(storage.model, chosen, settings, storage, processes, calls)
             report.notes += notes
-            return report
+            before = described and described.report
+            return report if before is None else merged_report(before, report)
 
         started = started_with(plan, settings)
         job = _Job(folder, names, started, calls, work_on, dtype, quantized, remote, spill, packed)
@@ -162,7 +165,7 @@ def shrink_checkpoint(
         config = config if processes.rank == 0 else replace(config, progress=False)
         remote: dict[str, Any] = {"trust_remote_code": trust_remote_code}
         folder = local_folder(source, revision)
-        if _masks_in(folder):
+        if (described := _description_in(folder)) is not None and described.masks:
             raise ValueError(f"{str(folder)!r} is sparse: shrink the model that it was made of, and sparsify it then")
         empty: Any = checked(empty_model(folder, **remote))
         plan = plan_for(empty, Magnitude(), config)
@@ -282,8 +285,8 @@ def _refuse_whole_model(config: SparsifyConfig, verb: str, further: Iterable[tup
             raise ValueError(f"{problem}: {instead}, or {IN_MEMORY} {verb}")
 
 
-def _masks_in(folder: Path) -> int:
-    return len(read_description(folder).masks) if (folder / DESCRIPTION).is_file() else 0
+def _description_in(folder: Path) -> Description | None:
+    return read_description(folder) if (folder / DESCRIPTION).is_file() else None
 
 
 def _block_names(model: nn.Module, plan: Plan, verb: str) -> list[str]:

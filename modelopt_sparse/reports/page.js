@@ -188,7 +188,7 @@ function paint(trace, place) { // lines and bars have a color by their order, an
   trace.color = trace.line?.color ?? COLORS[place % COLORS.length];
   trace.marker = { color: trace.color };
   if (trace.type !== "scatter") return;
-  if (trace.mode.includes("markers")) Object.assign(trace.marker, { symbol: Object.keys(GLYPHS)[place % COLORS.length], size: 7 });
+  if (trace.mode.includes("markers")) Object.assign(trace.marker, { symbol: Object.keys(GLYPHS)[(place + Math.floor(place / COLORS.length)) % COLORS.length], size: 7 });
   trace.line = { ...trace.line, color: trace.color };
 }
 

@@ -199,10 +199,10 @@ def cost_of(report: "Report") -> dict[str, tuple[str, str]]:
         for name, (old, new) in {**shrunk.sizes, **shrunk.costs}.items():
             cost[name] = (f"{new / old:.1%}", f"{old:,.4g} {ARROW} {new:,.4g}")
         if shrunk.kl:
-            steps = [*shrunk.kl.items()]
+            steps, (moved, unit) = [*shrunk.kl.items()], in_words(shrunk.divergence)
             (first, before), (last, after) = steps[0], steps[-1]
-            words = f"{nats}, {first} {ARROW} {last}, on calibration batches held back"
-            cost[f"{measure} from the model before"] = (steps_text(before, after, arrow=ARROW), words)
+            words = f"{unit}, {first} {ARROW} {last}, on calibration batches held back"
+            cost[f"{moved} from the model before"] = (steps_text(before, after, arrow=ARROW), words)
     if "training" in report.settings:
         cost["training"] = (f"step {report.settings['training']['step']:,}", "of sparse training")
     if measured is not None and measured.perplexity is None:
@@ -346,15 +346,16 @@ def figures_of(report: "Report", masks: Mapping[str, Tensor]) -> list[Figure | N
         _curve(budget),
         _bars("Time by block and step", "Without running the model over the data.", _spent(report), "stack"),
         _experts(layers),
-        *([] if report.shrunk is None else _shrunk(report.shrunk, report.settings.get("divergence"))),
+        *([] if report.shrunk is None else _shrunk(report.shrunk)),
         _mask_maps(masks, report),
     ]
 
 
-def _shrunk(shrunk: Shrunk, divergence: str | None) -> list[Figure | None]:
+def _shrunk(shrunk: Shrunk) -> list[Figure | None]:
     """Figures of a shrunk model: the divergence after each step, errors by block, and the scores of experts."""
     bars = {"type": "bar", "x": [*shrunk.kl], "y": [*shrunk.kl.values()]}
-    layout = {"yaxis": _axis("{} from the model before, in {}".format(*in_words(divergence)), rangemode="tozero")}
+    title = "{} from the model before, in {}".format(*in_words(shrunk.divergence))
+    layout = {"yaxis": _axis(title, rangemode="tozero")}
     held = "On the calibration batches held back."
     errors = [
         (state, place_of(name)[0], error)
@@ -451,7 +452,8 @@ def _experts(layers: Sequence[LayerReport]) -> Figure | None:
 
 def _mask_maps(masks: Mapping[str, Tensor], report: "Report") -> Figure:
     """Draw the first rows and columns of each mask one by one, and all of it as fractions of zeros."""
-    stacks = {layer.parameter for layer in report.layers if len(layer.shape) == 3}
+    # groups of convolutions too are matrices, one after the other in the mask
+    stacks = {layer.parameter for layer in report.layers if len(layer.shape) == 3 and "Conv" not in layer.type}
     traces, choices = [], {}
     for name in drawn_masks(report, masks):
         mask = masks[name][0] if name in stacks and masks[name].dim() > 2 else masks[name]
@@ -499,10 +501,11 @@ def compared_figures(runs: Runs) -> list[Figure | None]:
 
 
 def _error_pairs(runs: Runs) -> Figure | None:
-    """Each layer as a point: its error in one run and in the other; means by block and role."""
+    """Each layer as a point: its error in one run and in the other; means by block and role. All roles are drawn, for
+    what is rare in one run may not be in the other."""
     first, second = (
-        {(role, block): error for role, points in errors.items() for block, error in points.items()}
-        for errors in (_grouped(_by_role(report.layers, _last)) for _, report in runs)
+        {(role, block): error for role, points in _grouped(layers).items() for block, error in points.items()}
+        for layers in ([(place_of(x.name)[1], _block(x), _last(x)) for x in report.layers] for _, report in runs)
     )
     both = [key for key in first if first[key] > 0 and second.get(key, 0) > 0]
     if not both:

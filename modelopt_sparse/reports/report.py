@@ -40,7 +40,7 @@ class Report(Printed):
 
     layers, blocks, skipped: the layers that were pruned, the blocks that were tuned, the weights that stay dense.
     notes, settings, calibration, versions: those of the last run.
-    earlier: the same of the runs before it, each with the names of its layers that still stand.
+    earlier: the same of the runs before it, each with the names of its layers that still stand; none of a shrink.
     distillation: what distilling the whole model did, or None.
     peak_memory: device -> the most bytes that the process of the last run held there in its life.
     seconds: part of the last run -> how long it took, by the clock.
@@ -107,7 +107,7 @@ class Report(Printed):
     def weights(self) -> tuple[int, int]:
         """(weights of the pruned layers, weights of all matrices)."""
         pruned = sum(layer.size for layer in self.layers)
-        return pruned, pruned + sum(math.prod(weight.shape) for weight in self.skipped)
+        return pruned, pruned + sum(math.prod(weight.shape) for weight in self.skipped if len(weight.shape) > 1)
 
     def unmasked(self, masks: Collection[str]) -> set[str]:
         """Layers that a run gave masks to, and that are not among the parameters with ``masks``; none if there are no
@@ -128,13 +128,14 @@ class Report(Printed):
 
     def time_by_part(self) -> dict[str, float]:
         """Part of the run -> its seconds. The time of blocks is split further, except for a run of several processes,
-        which solve at the same time."""
+        which solve at the same time, and where layers and blocks are those of other runs as well."""
         solving, tuning = sum(layer.seconds for layer in self.layers), sum(block.seconds for block in self.blocks)
         distilling = 0.0 if self.distillation is None else self.distillation.seconds
         parts = dict(self.seconds) or {"distillation": distilling}
         permuting = parts.pop("permutation", 0.0)  # in "blocks" as well
-        if "processes" not in self.settings:
-            running = parts.pop("blocks", solving + tuning) - permuting - solving - tuning
+        running = parts.get("blocks", solving + tuning) - permuting - solving - tuning
+        if "processes" not in self.settings and not self.earlier and running >= 0:
+            parts.pop("blocks", None)
             parts |= {"forwards and statistics": running, "permutation": permuting, "solving": solving}
             parts["reconstruction"] = tuning
         return {part: spent for part, spent in parts.items() if spent > 0}
@@ -236,7 +237,7 @@ class Report(Printed):
     def summaries(self) -> list[str]:
         """What the page and ``text`` begin with: what was pruned, and what a model was shrunk by."""
         pruned = [self.summary()] if self.layers or self.shrunk is None else []
-        return pruned if self.shrunk is None else [*pruned, f"{self.shrunk.summary(self.settings.get('divergence'))}."]
+        return pruned if self.shrunk is None else [*pruned, f"{self.shrunk.summary()}."]
 
     def summary(self) -> str:
         """The first line of ``text``: how many layers and zeros, how long it took, and with what."""
@@ -277,7 +278,8 @@ def merged_report(earlier: Report, new: Report) -> Report:
     """The report of a model that was pruned twice.
 
     Layers of the first run stand where the second did not touch them, and ``earlier`` holds the settings and notes of
-    their run. Layers that were pruned again say so: their error counts from the weights that the first run left.
+    their run. Layers that were pruned again say so: their error counts from the weights that the first run left. Blocks
+    that were tuned stand as long as a layer that was tuned with them does.
     """
     before = {layer.name: layer for layer in earlier.layers}
     again = {layer.name for layer in new.layers}
@@ -289,17 +291,29 @@ def merged_report(earlier: Report, new: Report) -> Report:
         for layer in new.layers
     ]
     standing = {layer.name for layer in untouched}
-    runs = [{**run, "layers": [name for name in run["layers"] if name in standing]} for run in earlier.earlier]
-    older = {name for run in runs for name in run["layers"]}
-    last: dict[str, Any] = {"layers": [layer.name for layer in untouched if layer.name not in older]}
+    held = standing | {layer.parameter for layer in untouched}
+    older = {name for run in earlier.earlier for name in run["layers"]}
+    last: dict[str, Any] = {"layers": [layer.name for layer in earlier.layers if layer.name not in older]}
     last |= {key: getattr(earlier, key) for key in ("notes", "settings", "calibration", "versions")}
+    runs = []
+    for run in (*earlier.earlier, last):
+        left = [name for name in run["layers"] if name in standing]
+        if left or not run["layers"]:  # what a run has shrunk stands
+            runs.append({**run, "layers": left})
     tuned = {block.name for block in new.blocks}
+    tuned_before = {layer.name for layer in earlier.layers if RECONSTRUCTED in layer.recipe}
+
+    def stands(block: BlockReport) -> bool:
+        inside = {name for name in tuned_before if name.startswith(f"{block.name}.")} or tuned_before  # the whole model
+        return block.name not in tuned and (not inside or not inside.isdisjoint(standing))
+
     return replace(
         new,
         layers=untouched + redone,
-        blocks=[block for block in earlier.blocks if block.name not in tuned] + new.blocks,
-        skipped=tuple(skipped for skipped in new.skipped if skipped.name not in standing),
-        earlier=[run for run in (*runs, last) if run["layers"]],
+        blocks=[*filter(stands, earlier.blocks), *new.blocks],
+        # sparse training names parameters, and so do masks of what is no layer
+        skipped=tuple(x for x in new.skipped if held.isdisjoint({x.name, f"{x.name}.weight"})),
+        earlier=runs,
         shrunk=new.shrunk or earlier.shrunk,
     )
 

@@ -132,6 +132,7 @@ class Shrunk:
       influence.
     kl: step -> the divergence from the output of the model before, as `Distilled` has it, on the batches held back.
     costs: "parameters", "bytes", "seconds of 1 x 128 tokens" and others -> [before, after].
+    divergence: the name of the one in ``kl``; None: KL.
     """
 
     sizes: dict[str, list[int]]
@@ -143,14 +144,15 @@ class Shrunk:
     tried: list[dict[str, float]] = field(default_factory=list)
     kl: dict[str, float] = field(default_factory=dict)
     costs: dict[str, list[float]] = field(default_factory=dict)
+    divergence: str | None = None
 
-    def summary(self, divergence: str | None = None) -> str:
-        """A sentence: what went, what it cost, and how far the output has moved by the ``divergence`` of this name."""
+    def summary(self) -> str:
+        """A sentence: what went, what it cost, and how far the output has moved."""
         sizes = ", ".join(f"{name} {old:,} -> {new:,}" for name, (old, new) in self.sizes.items())
         parts = [f"Shrunk (criterion {self.criterion!r}): {sizes}"]
         parts += [f"{cost} {old:,.4g} -> {new:,.4g} ({new / old:.1%})" for cost, (old, new) in self.costs.items()]
         if self.kl:
             steps = ", ".join(f"{value:.4f} {step}" for step, value in self.kl.items())
-            measure, unit = in_words(divergence)
+            measure, unit = in_words(self.divergence)
             parts.append(f"{measure} from the model before, on calibration batches held back, in {unit}: {steps}")
         return "; ".join(parts)

@@ -133,7 +133,7 @@ class SpeedReport(Printed):
 
     layers: every weight of two or more dimensions, packed or dense.
     settings: the options, by name.
-    device: the name of the GPU.
+    device: the name of the GPU; "" before a layer could be packed.
     versions: library -> its version.
     """
 
@@ -167,7 +167,7 @@ class SpeedReport(Printed):
         parts = [table(heads, [_row(layer, counts) for layer in shown])] if shown else []
         if reasons:
             parts.append(by_reason("stays dense", reasons, all_rows=True))
-        ending = f"{len(self.packed)} of {len(self.layers)} layers run 2:4 on {self.device}, "
+        ending = f"{len(self.packed)} of {len(self.layers)} layers run 2:4{self.device and f' on {self.device}'}, "
         ending += f"weights {_mib(self.dense_bytes)} -> {_mib(self.bytes)} MiB."
         if counts:
             ending += "\nus: microseconds of a call, dense -> 2:4, each with its fastest library or algorithm."
@@ -266,10 +266,12 @@ def convert(model: nn.Module, settings: Settings, place_of: PlaceOf) -> SpeedRep
     refused = [f"{x.name}: {x.reason}" for x in layers if x.reason and _must_be_packed(x.name, settings)]
     if refused:
         raise ValueError(f"{len(refused)} layers that you ask for cannot be packed 2:4: {first_few(refused)}")
+    before = getattr(model, ATTRIBUTE, SpeedReport())
     report = SpeedReport(
         layers=[replace(module.record, name=name) for name, module in _packed(model)],
         settings=asdict(settings),
-        versions=library_versions(),
+        device=before.device,
+        versions={**before.versions, **library_versions()},
     )
     timings: dict[Any, list[Timing]] = {}  # of layers that are alike
     try:

@@ -263,7 +263,7 @@ def _complete(
     cutting.everything(model)
     shrunk.costs.update({name: [before[name], new] for name, new in costs(model).items()})
     shrunk.costs.update(seconds)
-    run.report.shrunk = shrunk
+    run.report.shrunk = replace(shrunk, divergence=run.report.settings.get("divergence"))
     attach_report(model, run.report)
 
 

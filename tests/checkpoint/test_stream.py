@@ -87,6 +87,20 @@ def test_a_source_that_carries_masks(tmp_path):
     )
 
 
+def test_what_was_done_to_the_source_stands_in_the_report(tmp_path):
+    data = {"data_loader": batches("llama"), "progress": False}
+    model = mts.shrink(MODELS["llama"](), mlp=0.5, **data)
+    mts.sparsify(model, "magnitude", include="*.layers.0.*", enforce=False, progress=False)
+    mts.save(model, tmp_path / "source")
+    report = streamed(tmp_path / "source", tmp_path / "out", "magnitude", include="*.layers.1.*")
+    expected = mts.report(mts.sparsify(model, "magnitude", include="*.layers.1.*", progress=False))
+    assert report.summaries()[1] == expected.summaries()[1]
+    for of_folder in (report, mts.report(tmp_path / "out")):
+        assert [layer.name for layer in of_folder.layers] == [layer.name for layer in expected.layers]
+        assert (of_folder.weights, of_folder.shrunk) == (expected.weights, expected.shrunk)
+        assert [run["layers"] for run in of_folder.earlier] == [run["layers"] for run in expected.earlier]
+
+
 # the same bits --------------------------------------------------------------------------------------------------------
 
 

@@ -189,6 +189,18 @@ def more_options() -> Found:
     }
 
 
+def losses_from_a_file(folder: Path) -> Found:
+    """The batch that judges is the second process's."""
+    options = {"budget": "50% zeros", "choices": ["dense", "2:4"], "losses": folder / "losses.json", "progress": False}
+    batches = [torch.randn(5, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(8)]
+    model: nn.Module = nn.Identity()
+    for _ in range(2):  # the first run writes the file
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
+        mts.sparsify(model, "wanda", data_loader=batches, include=["0", "2"], **options)
+    return mts.report(model).settings
+
+
 def by_themselves() -> Found:
     """Each process for itself, with its own data and its own method."""
     return sparse(
@@ -616,7 +628,7 @@ BASIC = (choosing, methods, experts, added_up, gram_matrices, sharing)
 WORKING = (*BASIC, memory, architectures, modes, more_options)
 GROUPS: dict[str, tuple[int, tuple[Callable[..., Found], ...]]] = {
     "alone": (1, WORKING),
-    "two": (2, (*WORKING, by_themselves, saved, failures, late)),
+    "two": (2, (*WORKING, by_themselves, losses_from_a_file, saved, failures, late)),
     "four": (4, (*BASIC, saved, failures)),
     "interrupted": (2, (interrupted,)),
     "killed": (4, (killed,)),

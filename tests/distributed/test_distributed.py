@@ -130,6 +130,12 @@ def test_data_of_each_process_is_the_same_as_one_that_is_split(results):
 
 
 @slow
+def test_all_processes_know_what_was_measured(results):
+    for settings in results("two", ranks.losses_from_a_file):
+        assert settings["divergence"] == settings["budget"]["divergence"] == "squared"
+
+
+@slow
 @pytest.mark.parametrize("group", GROUPS)
 def test_layers_that_share_an_input_in_one_process_only(results, group):
     """All of them collect again, each layer by itself."""

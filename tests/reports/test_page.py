@@ -12,7 +12,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 
 import modelopt_sparse as mts
 from modelopt_sparse import training
-from modelopt_sparse.reports.page import cost_of, drawn_masks, place_of
+from modelopt_sparse.reports.page import compared_figures, cost_of, drawn_masks, place_of
 from modelopt_sparse.reports.report import Report
 from modelopt_sparse.reports.values import BlockReport, Distilled, Shrunk, Skipped
 from tests.helpers import tiny_llama, token_batches
@@ -160,6 +160,15 @@ def test_the_map_of_a_mask(tmp_path):
     assert (whole["dx"], whole["dy"]) == (2, 2)
 
 
+def test_the_map_of_a_convolution_has_all_of_its_groups(tmp_path):
+    net = torch.nn.Sequential(torch.nn.Conv2d(8, 6, 3, groups=2), torch.nn.Conv1d(6, 6, 3, groups=6))
+    mts.sparsify(net, "magnitude", pattern=0.5, include=["0", "1"], progress=False)
+    masks = dict(mts.named_masks(net))
+    drawn = figures(mts.report(net).to_html(tmp_path / "a.html", masks=masks))["masks"]
+    for name, (corner, _) in drawn["choices"].items():
+        assert drawn["traces"][corner]["z"] == (~masks[name]).flatten(1).int().tolist()
+
+
 def test_of_many_masks_those_with_the_largest_errors_are_drawn():
     report = Report(layers=[layer(f"a.{i}", (i / 10,)) for i in range(9)])
     assert drawn_masks(report, [each.parameter for each in report.layers]) == [f"a.{i}.weight" for i in range(8, 2, -1)]
@@ -231,6 +240,11 @@ def test_two_runs_side_by_side(tmp_path):
         ("two", [0.3, 0.5]),
     ]
     assert [trace["y"] for trace in drawn["seconds"]["traces"]] == [[5.0, 0.5, 0.0], [0.5, 0.0, 0.5]]
+    roles = [layer(f"a.0.{i}x", (0.01 * (i + 1),)) for i in range(12)]
+    (pairs,) = (
+        x for x in compared_figures([("one", Report(roles)), ("two", Report(roles[1:]))]) if x and x.key == "pairs"
+    )
+    assert all(trace["x"] == trace["y"] for trace in pairs.traces), "of many roles too, each is compared with itself"
     same = first.to_html(tmp_path / "b.html", title="one", compare=second, compare_title="one")
     assert "error, A" in tables(same)["layers"]
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import modelopt_sparse as mts
+from modelopt_sparse import training
 from modelopt_sparse.reports.page import cost_of
 from tests.helpers import tiny_llama, token_batches
 from tests.oracles import reference
@@ -88,6 +89,57 @@ def test_the_parts_of_a_run_are_all_of_its_time():
     assert [each.rsplit(" ", 2)[0] for each in more.split(", ")] == list(parts)
     report.settings["processes"] = 2
     assert report.time_by_part() == report.seconds
+
+
+def test_a_second_run_has_its_own_time_and_the_blocks_whose_layers_stand():
+    data = {"data_loader": token_batches(4), "progress": False}
+    model = mts.sparsify(tiny_llama(), "sparsegpt", reconstruct=1, pattern="1:4", **data)
+    first, second = "model.layers.0", "model.layers.1"
+    mts.sparsify(model, "magnitude", replace=True, include=f"{first}.*", progress=False)
+    report = mts.report(model)
+    assert [block.name for block in report.blocks] == [second], "nothing of the first one is tuned any more"
+    assert report.time_by_part() == report.seconds, "what solving and tuning took is that of both runs"
+    mts.sparsify(model, "wanda", replace=True, **data)
+    assert mts.report(model).blocks == []
+
+    net = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.ReLU(), torch.nn.Linear(16, 16))
+    data["data_loader"] = [torch.randn(8, 16) for _ in range(4)]
+    mts.sparsify(net, "sparsegpt", reconstruct=1, include=["0", "2"], **data)
+    for name, left in ("0", ["Sequential"]), ("2", []):
+        mts.sparsify(net, "magnitude", include=name, progress=False)
+        assert [block.name for block in mts.report(net).blocks] == left
+
+
+@pytest.mark.parametrize("trained", [["*.mlp.*.weight"], ["model.embed_tokens.weight", "*norm*"]], ids=["mlp", "other"])
+@pytest.mark.parametrize("first", ["sparsify", "training"])
+def test_each_matrix_counts_once_where_sparse_training_and_sparsify_meet(first, trained):
+    model = tiny_llama()
+    matrices = sum(p.numel() for p in model.parameters() if p.dim() >= 2)
+    for run in (first, *{"sparsify", "training"} - {first}):
+        if run == "training":
+            training.Static(0.75, include=trained).apply(model)
+        else:
+            mts.sparsify(model, "magnitude", include="*q_proj", progress=False)
+        report = mts.report(model)
+        vectors = sum(row.size for row in report.layers if "norm" in row.name)
+        assert report.weights[1] == matrices + vectors
+        held = {name for row in report.layers for name in (row.name, row.parameter)}
+        assert held.isdisjoint({x.name for x in report.skipped} | {f"{x.name}.weight" for x in report.skipped})
+
+
+def test_what_shrink_measured_and_noted_stands_after_later_runs():
+    data = {"data_loader": token_batches(6), "progress": False}
+    model = mts.shrink(tiny_llama(), mlp=0.5, divergence="squared", reconstruct=1, **data)
+    shrunk = mts.report(model)
+    assert "; squared error from the model before" in shrunk.summaries()[0]
+    for _ in range(2):
+        mts.sparsify(model, "magnitude", replace=True, progress=False)
+        report = mts.report(model)
+        assert report.summaries()[1] == shrunk.summaries()[0]
+        assert "squared error from the model before" in cost_of(report)
+        assert report.all_notes() == shrunk.notes
+        assert [run["settings"] for run in report.earlier] == [shrunk.settings]
+        assert report.blocks == shrunk.blocks
 
 
 def test_permutation_is_a_part_of_what_blocks_take():

@@ -160,7 +160,12 @@ def test_a_second_call_keeps_what_is_packed(backend):
     first = model[0].packed
     packed_by(backend, model)
     assert model[0].packed is first
-    assert [layer.name for layer in mts.semi_structured_report(model).packed] == ["0", "1"]
+    report = mts.semi_structured_report(model)
+    assert [layer.name for layer in report.packed] == ["0", "1"]
+    packed_by(backend, model)
+    assert mts.semi_structured_report(model) == report, "and where it runs"
+    dense = packed_by(backend, chain(nn.Linear(64, 32, dtype=torch.bfloat16)))
+    assert str(mts.semi_structured_report(dense)).endswith("0 of 1 layers run 2:4, weights 0.0 -> 0.0 MiB.")
 
 
 def test_the_dense_weight_is_gone_before_the_next_layer_is_packed(backend, monkeypatch):

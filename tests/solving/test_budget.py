@@ -29,8 +29,10 @@ from tests.helpers import (
     tiny_llama,
     token_batches,
 )
+from tests.models import expert_models
 from tests.models.tiny import TwoOutputs
 from tests.reports.pages import figures
+from tests.runtime.unpacking import installed, packed_by
 
 DATA = {"data_loader": token_batches(4), "progress": False}
 
@@ -174,6 +176,22 @@ def test_ceilings_are_kept(name):
         sparse = {layer.name for layer in report.layers}
         expected = sum(size * 9 // 8 if name in sparse else size * 2 for name, size in sizes.items())
         assert said["costs"]["bytes"][0] == expected
+
+
+def test_bytes_are_those_that_the_runtime_packs(monkeypatch):
+    """Of a mixture whose experts are in one tensor, which it does not take."""
+    model = expert_models.causal("Mixtral", hidden_size=64, intermediate_size=64, **expert_models.LOCAL)().bfloat16()
+    batches = token_batches(4, vocab=expert_models.VOCAB)
+    options = {"choices": ["dense", "2:4"], "runtime": "cutlass", "data_loader": batches, "progress": False}
+    with pytest.raises(ValueError, match=r"the choices leave at least 91.\d% of bytes"):
+        mts.sparsify(model, "sparsegpt", budget="60% bytes", **options)
+    mts.sparsify(model, "sparsegpt", budget="96% bytes", **options)
+    said = mts.report(model).settings["budget"]
+    packed_by(installed(monkeypatch), mts.export(model))
+    layers = [layer for layer in mts.semi_structured_report(model).layers if layer.name in said["layers"]]
+    assert (
+        said["costs"]["bytes"][0] == sum(layer.bytes for layer in layers) < sum(layer.dense_bytes for layer in layers)
+    )
 
 
 def test_a_plan_that_turns_out_worse_is_not_taken(tmp_path):

@@ -259,7 +259,10 @@ def test_interrupted_while_solving(sequential, at, error):
             mts.report(model)
     else:
         assert_stopped_after(model, before, at - 1)
-        assert mts.report(model).notes[-1] == f"stopped by {raised.__name__} after {at - 1} of 14 layers of the plan"
+        report = mts.report(model)
+        assert report.notes[-1] == f"stopped by {raised.__name__} after {at - 1} of 14 layers of the plan"
+        pruned, every = report.weights
+        assert pruned < every == sum(p.numel() for p in model.parameters() if p.dim() >= 2)
     mts.sparsify(model, method, **data)  # and a second call works
     assert len(mts.verify(model, "2:4").layers) == 14
     assert sorted(layer.name for layer in mts.report(model).layers) == sorted(NAMES)
