@@ -189,8 +189,10 @@ def _by_name(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> dict[s
 
 
 def _joined(masks: list[Any]) -> Any:
-    """``[batch, 1, 1, sequence]``, which is made to be broadcast, and several masks as one of two dimensions."""
-    rows = [x.reshape(-1, x.shape[-1]) for x in masks if isinstance(x, Tensor) and x.shape[1:-1].numel() == 1]
+    """``[batch, 1, 1, sequence]`` or ``[batch, sequence, 1]``, which are made to be broadcast, and several masks as one
+    of two dimensions."""
+    fitting = [x for x in masks if isinstance(x, Tensor) and len(_without_ones(x.shape[1:])) < 2]
+    rows = [torch.atleast_2d(x).flatten(1) for x in fitting]
     if len(masks) == 1:
         return rows[0] if rows and masks[0].dim() > 2 else masks[0]
     fit = len(rows) == len(masks) and len({x.shape[1] for x in rows}) == 1

@@ -53,6 +53,12 @@ BY = {
 }
 
 
+def test_a_mask_to_multiply_with_is_one_of_tokens():
+    batches = [{**batch, "attention_mask": batch["attention_mask"][..., None]} for batch in padded()]
+    stats = collected(Ids(in_key), ID_BLOCKS, data_loader=batches, collect_func=lambda batch: (batch,))
+    assert {layer.tokens for layer in stats.values()} == {PADDED_ROWS}
+
+
 @pytest.mark.parametrize("by", BY)
 def test_masks_by_position_and_in_a_loop_count_as_well(by):
     assert_same(collected(tiny_llama(), **BY[by]), collected(tiny_llama(), data_loader=padded()))
@@ -456,6 +462,10 @@ MADE_INSIDE = {
         lambda: Ids(given=lambda ids: {"attention_mask": (ids != 0).long()[:, None, None]}),
         ID_BLOCKS,
     ),
+    "of blocks, to multiply with": (
+        lambda: Ids(given=lambda ids: {"attention_mask": (ids != 0).float()[..., None]}),
+        ID_BLOCKS,
+    ),
     "of blocks, added to scores": (
         lambda: Ids(given=lambda ids: {"attention_mask": (ids == 0)[:, None, None] * -1e4}),
         ID_BLOCKS,
@@ -728,6 +738,7 @@ def test_two_towers_have_a_mask_each():
 UNCLEAR = {
     "of two dimensions": ("mask", lambda ids: ids == 0),
     "to broadcast": ("mask", lambda ids: (ids != 0)[:, None, None]),
+    "to multiply with": ("mask", lambda ids: (ids != 0)[..., None]),
     "True = not attended to, as in torch": ("attention_mask", lambda ids: (ids == 0)[:, None]),
 }
 
