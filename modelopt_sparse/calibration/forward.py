@@ -38,7 +38,7 @@ from modelopt_sparse.model.devices import (
     parts_within,
     version,
 )
-from modelopt_sparse.model.hf import is_encoder_decoder, takes
+from modelopt_sparse.model.hf import CACHES, is_encoder_decoder, takes
 from modelopt_sparse.model.layers import CONV, Layer, TokenMasks
 from modelopt_sparse.model.output import Output, OutputError, name_of
 from modelopt_sparse.plan.options import OWN_WINDOWS
@@ -214,7 +214,11 @@ def _token_mask(named: Mapping[str, Any], name: str) -> Tensor:
         form = f"has shape {list(mask.shape)}" if isinstance(mask, Tensor) else f"is a {type(mask).__name__}"
         raise PaddingError(f"{name} {form}: give it as a tensor [batch, sequence], or set count_padding=True")
     added = mask.is_floating_point() and not (mask > 0).any()  # to scores: 0 at a token, or below
-    return mask == 0 if added or (mask < 0).any() else mask != 0
+    real = mask == 0 if added or (mask < 0).any() else mask != 0
+    ids = named.get(name.replace(OWN, "input_ids"))
+    if named.keys() & {*CACHES} and isinstance(ids, Tensor):  # the mask begins with the tokens in there
+        return real[:, -ids.shape[1] :]
+    return real
 
 
 def _of_transformers(module: nn.Module) -> bool:

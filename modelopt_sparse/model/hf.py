@@ -93,9 +93,12 @@ def takes(module: nn.Module, name: str) -> bool:
         return False
 
 
+CACHES = ("past_key_values", "cache")  # names of the KV cache: transformers changed it in 5.24
+
+
 def cache_name(model: nn.Module) -> str | None:
-    """The name of a model's KV cache, as an argument and in its output: transformers changed it in 5.24."""
-    return next((name for name in ("past_key_values", "cache") if takes(model, name)), None)
+    """The name of a model's KV cache, as an argument and in its output."""
+    return next((name for name in CACHES if takes(model, name)), None)
 
 
 # classes --------------------------------------------------------------------------------------------------------------

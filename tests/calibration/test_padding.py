@@ -636,7 +636,7 @@ def test_a_mask_of_pixels_is_noted_where_there_is_padding():
 
 
 def generated(model: nn.Module) -> None:
-    for batch in padded():
+    for batch in padded("left"):
         model.generate(**batch, max_new_tokens=3, min_new_tokens=3, do_sample=False)
 
 
@@ -664,6 +664,14 @@ LOOPS = {  # that call parts of the model, or a model that calls itself -> the l
     "generate": (ARCHITECTURES["t5"].build, generated, "encoder.block.0.layer.1.DenseReluDense.wo"),
     "itself": (SelfCalling, lambda model: model(zero_padded()), "blocks.0.up"),
 }
+
+
+@pytest.mark.filterwarnings("ignore:stack .* is calibrated through the whole model")
+def test_a_mask_begins_with_the_tokens_in_the_cache():
+    """Three new tokens of each of the 5 texts, the first of which comes from the padded call itself."""
+    model = tiny_llama()
+    mts.sparsify(model, "wanda", forward_loop=generated, progress=False)
+    assert {layer.tokens for layer in mts.report(model).layers} == {PADDED_ROWS + 2 * 5}
 
 
 @pytest.mark.filterwarnings("ignore:stack .* is calibrated through the whole model")
