@@ -209,15 +209,16 @@ def _is_of_tokens(mask: Any, tensors: Sequence[Any]) -> bool:
 
 
 def _token_mask(named: Mapping[str, Any], name: str) -> Tensor:
-    mask = named[name]
+    mask, ids = named[name], named.get(name.replace(OWN, "input_ids"))
+    if isinstance(mask, Tensor) and isinstance(ids, Tensor) and ids.shape == mask.shape:
+        mask = mask.reshape(-1, mask.shape[-1])  # [batch, choices, sequence] of ids that are flattened as well
     if not isinstance(mask, Tensor) or mask.dim() != 2:
         form = f"has shape {list(mask.shape)}" if isinstance(mask, Tensor) else f"is a {type(mask).__name__}"
         raise PaddingError(f"{name} {form}: give it as a tensor [batch, sequence], or set count_padding=True")
     added = mask.is_floating_point() and not (mask > 0).any()  # to scores: 0 at a token, or below
     real = mask == 0 if added or (mask < 0).any() else mask != 0
-    ids = named.get(name.replace(OWN, "input_ids"))
     if named.keys() & {*CACHES} and isinstance(ids, Tensor):  # the mask begins with the tokens in there
-        return real[:, -ids.shape[1] :]
+        return real[:, -ids.shape[-1] :]
     return real
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import (
     BertConfig,
+    BertForMultipleChoice,
     BertModel,
     Siglip2VisionConfig,
     Siglip2VisionModel,
@@ -633,6 +634,14 @@ def test_a_mask_of_pixels_is_noted_where_there_is_padding():
         notes = [note for note in mts.report(model).notes if "'pixel_mask' of Image is of pixels: all rows" in note]
         assert len(notes) == noted
         assert {layer.tokens for layer in mts.report(model).layers} == {18}
+
+
+def test_the_choices_of_a_question_are_texts_of_a_batch():
+    sizes = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
+    model = BertForMultipleChoice(BertConfig(**sizes, num_attention_heads=2)).eval()
+    batch = {name: rows[None] for name, rows in padded()[0].items()}
+    mts.sparsify(model, "wanda", data_loader=[batch], progress=False)
+    assert {layer.tokens for layer in mts.report(model).layers} == {int(batch["attention_mask"].sum())}
 
 
 def generated(model: nn.Module) -> None:
