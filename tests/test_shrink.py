@@ -40,7 +40,7 @@ from tests.models.shrinkable import (
 from tests.models.tiny import TwoOutputs
 
 pytestmark = pytest.mark.usefixtures("short_timings")
-QUICK = ("Llama", "GPT2", "Phi3", "Gemma2", "InterleavedLlama")
+QUICK = ("Llama", "GPT2", "Phi3", "Gemma2", "Dinov2", "InterleavedLlama")
 USUAL = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
 
 
