@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock, Mock
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -261,6 +262,16 @@ def test_the_plan_is_what_is_made():
     block, lost = 2 * 1024 * 32 * (2 * 32 + 2 * 16), 2 * 1024 * 32 * 3 * 24
     attention = 2 * 2 * 1024 * 1024 * 32
     assert old - new == block + attention + 2 * 1024 * 32 * 3 * WIDTH + 3 * lost
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"blocks": np.int64(1)}, {"blocks": [np.int64(3)]}, {"to": {"num_hidden_layers": np.int32(3)}}],
+    ids=["how many", "which", "to"],
+)
+def test_numbers_may_be_those_of_numpy(options):
+    plan = mts.plan_shrink(shrinkable("Llama"), **options)
+    assert json.loads(plan.to_json())["changes"]["num_hidden_layers"] == [4, 3]
 
 
 @pytest.mark.parametrize(

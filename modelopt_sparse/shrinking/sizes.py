@@ -13,9 +13,9 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
-from modelopt_sparse.checks import check_whole, is_whole
+from modelopt_sparse.checks import check_whole, is_whole, plain_number
 from modelopt_sparse.methods.patterns import Unstructured, parse_pattern
-from modelopt_sparse.model.devices import full_name
+from modelopt_sparse.model.devices import full_name, map_leaves
 from modelopt_sparse.model.experts import LAST, RoutedAdapter
 from modelopt_sparse.model.hf import cache_name
 from modelopt_sparse.model.layers import Layer
@@ -75,15 +75,16 @@ class ShrinkRequest(NamedTuple):
         return {} if self.kept is None else {**self.kept.get("mlp", {}), **self.kept.get("experts", {})}
 
     def in_full(self, planned: Plan) -> "ShrinkRequest":
-        """The request with ``kept`` as a choice (`kept_in`) in which each mixture goes by the name of the layer of its
-        last matrices, whichever module around it other tools name."""
-        if self.kept is None:
-            return self
-        choice, experts = kept_in(self.kept), dict[str, Any]()
+        """The request in plain numbers, with ``kept`` as a choice (`kept_in`) in which each mixture goes by the name of
+        the layer of its last matrices, whichever module around it other tools name."""
+        request = map_leaves(plain_number, self)
+        if request.kept is None:
+            return request
+        choice, experts = kept_in(request.kept), dict[str, Any]()
         for name, stay in choice.get("experts", {}).items():
             inside = [x.name for x in planned.layers if x.layer.adapter in LAST and x.name.startswith(f"{name}.")]
             experts |= dict.fromkeys(inside or [name], stay)
-        return self._replace(kept={**choice, **({"experts": experts} if experts else {})})
+        return request._replace(kept={**choice, **({"experts": experts} if experts else {})})
 
 
 @dataclass(frozen=True)
