@@ -140,6 +140,9 @@ def test_each_side_of_an_encoder_decoder_by_its_own_name(tmp_path):
     with_skipped(dense.decoder.block, shrunk.kept["blocks"]["decoder.block"])
     torch.testing.assert_close(output(model, batches[0]), output(dense, batches[0]), rtol=2e-4, atol=2e-4)
     torch.testing.assert_close(output(reloaded(model, tmp_path), batches[0]), output(model, batches[0]))
+    again = shrinkable("T5/T5ForConditionalGeneration")
+    mts.shrink(again, kept=shrunk, refit=False, data_loader=batches, progress=False)
+    assert_same_state(again, state_of(model))
 
 
 def test_shared_experts_depend_on_the_width_of_experts():
