@@ -11,6 +11,7 @@ from functools import cached_property
 from traceback import walk_tb
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
@@ -33,7 +34,7 @@ from modelopt_sparse.model.devices import (
     input_device,
     is_out_of_memory,
     map_batch,
-    map_tensors,
+    map_leaves,
     onloaded,
     parts_within,
     version,
@@ -623,10 +624,16 @@ def errors_name_batch(run: Run, call: Call, number: int) -> Iterator[None]:
             where = f"{type(run.model).__name__} outside of its blocks" if block is None else f"block {block!r}"
             advice = "batch_size=1, or spill=True where the checkpoint is streamed"
             raise MemoryError(f"no memory for {size} in {where}: {advice}") from error
-        shapes = map_tensors(lambda x: f"{x.dtype} {list(x.shape)}", {**dict(enumerate(call.args)), **call.kwargs})
+        shapes = map_leaves(_described, {**dict(enumerate(call.args)), **call.kwargs})
         batch = f"calibration batch {_step_of(run, call, number) if call.batch is None else call.batch}, {shapes}"
         problem = f"{type(run.model).__name__} cannot take {batch}: {type(error).__name__}: {error}"
         raise ValueError(f"{problem}. Give batches that model(**batch) takes, or a collect_func") from error
+
+
+def _described(value: Any) -> Any:
+    """Dtype and shape of a tensor, or of an array of numpy, as messages show them."""
+    numpy = isinstance(value, np.ndarray)
+    return f"{'numpy ' * numpy}{value.dtype} {list(value.shape)}" if numpy or isinstance(value, Tensor) else value
 
 
 def _settled(run: Run, *, own_text: bool) -> Run:
