@@ -41,7 +41,8 @@ from tests.models.shrinkable import (
 from tests.models.tiny import TwoOutputs
 
 pytestmark = pytest.mark.usefixtures("short_timings")
-QUICK = ("Llama", "GPT2", "Phi3", "Gemma2", "Dinov2", "InterleavedLlama")
+SPLIT = ("InterleavedLlama", "SplitLlama")
+QUICK = ("Llama", "GPT2", "Phi3", "Gemma2", "Dinov2", *SPLIT)
 USUAL = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
 
 
@@ -86,7 +87,7 @@ def few(names: Sequence[str]) -> list[Any]:
     return [name if name.partition("/")[0] in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
-@pytest.mark.parametrize("name", few([name for name in (*CLASSES, "InterleavedLlama") if name not in NO_WIDTH]))
+@pytest.mark.parametrize("name", few([name for name in (*CLASSES, *SPLIT) if name not in NO_WIDTH]))
 def test_fewer_channels_are_zeros_in_their_place(name, tmp_path):
     """However fused ones lie, which is tried."""
     model = shrinkable(name)

@@ -116,7 +116,8 @@ def model_class(config: Any, source: str | Path) -> Any:
     for auto in remote:
         if auto.startswith("AutoModel") and (not names or remote[auto].endswith(f".{names[0]}")):
             return getattr(transformers, auto)
-    raise ValueError(f"config.json of {str(source)!r} names no model class that transformers knows: {names}")
+    problem = f"config.json of {str(source)!r} names no model class that transformers knows"
+    raise ValueError(f"{problem}: give one, such as 'architectures': ['LlamaForCausalLM'], in place of {names}")
 
 
 def built(architecture: Any, config: PreTrainedConfig, device: Any = "meta") -> Any:

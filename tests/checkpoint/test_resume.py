@@ -352,6 +352,10 @@ def with_weights(change: Callable[[dict[str, Any], str], object]) -> Callable[[P
     [
         (lambda source: (source / "config.json").unlink(), r"holds no config\.json"),
         (
+            lambda source: (source / "config.json").write_text('{"model_type": "llama"}'),
+            "names no model class that transformers knows: give one, such as 'architectures'",
+        ),
+        (
             lambda source: (source / "generation_config.json").write_text("{"),
             r"generation_config\.json' is not a valid",
         ),

@@ -118,6 +118,25 @@ class InterleavedLlama(LlamaForCausalLM):
             layer.mlp = InterleavedMLP(config)
 
 
+class SplitMLP(InterleavedMLP):
+    """Gate and up have their sizes in a list of its own."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        self._sizes = [config.intermediate_size] * 2
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.gate_up_proj(x).split(self._sizes, -1)
+        return self.down_proj(nn.functional.silu(gate) * up)
+
+
+class SplitLlama(LlamaForCausalLM):
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        for layer in self.model.layers:
+            layer.mlp = SplitMLP(config)
+
+
 class ScaledMLP(nn.Module):
     """What an MLP puts out, scaled."""
 
@@ -183,4 +202,5 @@ class CountingLlama(LlamaForCausalLM):
             layer.mlp.register_forward_pre_hook(lambda module, args: ran.append(1) or (args[0] * len(ran) ** -0.1,))
 
 
-ODD = {kind.__name__: kind for kind in (InterleavedLlama, ScaledByPlace, NormedLlama, SoftmaxLlama, CountingLlama)}
+KINDS = InterleavedLlama, SplitLlama, ScaledByPlace, NormedLlama, SoftmaxLlama, CountingLlama
+ODD = {kind.__name__: kind for kind in KINDS}
