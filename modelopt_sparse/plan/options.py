@@ -525,8 +525,9 @@ class SparsifyConfig:
     def __post_init__(self) -> None:
         for declared in fields(self):
             value, parse = plain_number(getattr(self, declared.name)), declared.metadata.get("parse")
-            unparsed = parse is None or (value is None and declared.default is None)
-            vars(self)[declared.name] = value if unparsed else parse(value)
+            if parse is not None and not (value is None and declared.default is None):
+                value = parse(value)
+            vars(self)[declared.name] = value
         if self.budget is not None and (self.budget == AUTO or self.budget.optional):
             self._share_zeros()
         if self.budget is not None and self.choices is None:
