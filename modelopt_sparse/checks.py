@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import fields
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
+import numpy as np
 import yaml
 
 LONGEST = 300  # characters of a value in a message
@@ -45,6 +46,11 @@ class Stream(Iterable[Value]):
 
 
 # checks ---------------------------------------------------------------------------------------------------------------
+
+
+def plain_number(value: Any) -> Any:
+    """A number of numpy as Python's own; any other value as it is."""
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def is_whole(value: object, least: int | None = None) -> bool:

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock, Mock
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -40,7 +41,8 @@ from tests.models.shrinkable import (
 from tests.models.tiny import TwoOutputs
 
 pytestmark = pytest.mark.usefixtures("short_timings")
-QUICK = ("Llama", "GPT2", "Phi3", "Gemma2", "InterleavedLlama")
+SPLIT = ("InterleavedLlama", "SplitLlama")
+QUICK = ("Llama", "GPT2", "Phi3", "Gemma2", "Dinov2", *SPLIT)
 USUAL = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
 
 
@@ -85,7 +87,7 @@ def few(names: Sequence[str]) -> list[Any]:
     return [name if name.partition("/")[0] in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
-@pytest.mark.parametrize("name", few([name for name in (*CLASSES, "InterleavedLlama") if name not in NO_WIDTH]))
+@pytest.mark.parametrize("name", few([name for name in (*CLASSES, *SPLIT) if name not in NO_WIDTH]))
 def test_fewer_channels_are_zeros_in_their_place(name, tmp_path):
     """However fused ones lie, which is tried."""
     model = shrinkable(name)
@@ -139,6 +141,9 @@ def test_each_side_of_an_encoder_decoder_by_its_own_name(tmp_path):
     with_skipped(dense.decoder.block, shrunk.kept["blocks"]["decoder.block"])
     torch.testing.assert_close(output(model, batches[0]), output(dense, batches[0]), rtol=2e-4, atol=2e-4)
     torch.testing.assert_close(output(reloaded(model, tmp_path), batches[0]), output(model, batches[0]))
+    again = shrinkable("T5/T5ForConditionalGeneration")
+    mts.shrink(again, kept=shrunk, refit=False, data_loader=batches, progress=False)
+    assert_same_state(again, state_of(model))
 
 
 def test_shared_experts_depend_on_the_width_of_experts():
@@ -261,6 +266,16 @@ def test_the_plan_is_what_is_made():
     block, lost = 2 * 1024 * 32 * (2 * 32 + 2 * 16), 2 * 1024 * 32 * 3 * 24
     attention = 2 * 2 * 1024 * 1024 * 32
     assert old - new == block + attention + 2 * 1024 * 32 * 3 * WIDTH + 3 * lost
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"blocks": np.int64(1)}, {"blocks": [np.int64(3)]}, {"to": {"num_hidden_layers": np.int32(3)}}],
+    ids=["how many", "which", "to"],
+)
+def test_numbers_may_be_those_of_numpy(options):
+    plan = mts.plan_shrink(shrinkable("Llama"), **options)
+    assert json.loads(plan.to_json())["changes"]["num_hidden_layers"] == [4, 3]
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,7 @@ class Teacher:
                 hooks.enter_context(head.register_forward_pre_hook(before_head))
             hooks.enter_context(model.register_forward_hook(after_model))
             data.run_model()
-        teacher = cls(data, head if first[0].is_logits else None, answers)
+        teacher = cls(data, head if head_inputs and first[0].is_logits else None, answers)
         teacher._check_itself(first[0].values.detach())
         return teacher
 
@@ -115,8 +115,10 @@ class Teacher:
             if not _close(again.values.detach(), predicted):
                 raise ValueError("predictions differ")
         except ValueError as error:
-            why = f"the output head puts out something else beside other samples ({error})"
-            raise ValueError(f"distill: {why}: leave distill out") from error
+            problem = f"the output head puts out something else beside other samples ({error})"
+            if self.data.run.config.distill is None:  # it judges what shrink does
+                raise ValueError(f"{problem}: give output=, another tensor that counts") from error
+            raise ValueError(f"distill: {problem}: leave distill out") from error
 
 
 # whether a model can be asked -----------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from functools import cached_property
 from traceback import walk_tb
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
@@ -33,12 +34,12 @@ from modelopt_sparse.model.devices import (
     input_device,
     is_out_of_memory,
     map_batch,
-    map_tensors,
+    map_leaves,
     onloaded,
     parts_within,
     version,
 )
-from modelopt_sparse.model.hf import is_encoder_decoder, takes
+from modelopt_sparse.model.hf import CACHES, is_encoder_decoder, takes
 from modelopt_sparse.model.layers import CONV, Layer, TokenMasks
 from modelopt_sparse.model.output import Output, OutputError, name_of
 from modelopt_sparse.plan.options import OWN_WINDOWS
@@ -189,8 +190,10 @@ def _by_name(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> dict[s
 
 
 def _joined(masks: list[Any]) -> Any:
-    """``[batch, 1, 1, sequence]``, which is made to be broadcast, and several masks as one of two dimensions."""
-    rows = [x.reshape(-1, x.shape[-1]) for x in masks if isinstance(x, Tensor) and x.shape[1:-1].numel() == 1]
+    """``[batch, 1, 1, sequence]`` or ``[batch, sequence, 1]``, which are made to be broadcast, and several masks as one
+    of two dimensions."""
+    fitting = [x for x in masks if isinstance(x, Tensor) and len(_without_ones(x.shape[1:])) < 2]
+    rows = [torch.atleast_2d(x).flatten(1) for x in fitting]
     if len(masks) == 1:
         return rows[0] if rows and masks[0].dim() > 2 else masks[0]
     fit = len(rows) == len(masks) and len({x.shape[1] for x in rows}) == 1
@@ -207,12 +210,17 @@ def _is_of_tokens(mask: Any, tensors: Sequence[Any]) -> bool:
 
 
 def _token_mask(named: Mapping[str, Any], name: str) -> Tensor:
-    mask = named[name]
+    mask, ids = named[name], named.get(name.replace(OWN, "input_ids"))
+    if isinstance(mask, Tensor) and isinstance(ids, Tensor) and ids.shape == mask.shape:
+        mask = mask.reshape(-1, mask.shape[-1])  # [batch, choices, sequence] of ids that are flattened as well
     if not isinstance(mask, Tensor) or mask.dim() != 2:
         form = f"has shape {list(mask.shape)}" if isinstance(mask, Tensor) else f"is a {type(mask).__name__}"
         raise PaddingError(f"{name} {form}: give it as a tensor [batch, sequence], or set count_padding=True")
     added = mask.is_floating_point() and not (mask > 0).any()  # to scores: 0 at a token, or below
-    return mask == 0 if added or (mask < 0).any() else mask != 0
+    real = mask == 0 if added or (mask < 0).any() else mask != 0
+    if named.keys() & {*CACHES} and isinstance(ids, Tensor):  # the mask begins with the tokens in there
+        return real[:, -ids.shape[-1] :]
+    return real
 
 
 def _of_transformers(module: nn.Module) -> bool:
@@ -616,10 +624,16 @@ def errors_name_batch(run: Run, call: Call, number: int) -> Iterator[None]:
             where = f"{type(run.model).__name__} outside of its blocks" if block is None else f"block {block!r}"
             advice = "batch_size=1, or spill=True where the checkpoint is streamed"
             raise MemoryError(f"no memory for {size} in {where}: {advice}") from error
-        shapes = map_tensors(lambda x: f"{x.dtype} {list(x.shape)}", {**dict(enumerate(call.args)), **call.kwargs})
+        shapes = map_leaves(_described, {**dict(enumerate(call.args)), **call.kwargs})
         batch = f"calibration batch {_step_of(run, call, number) if call.batch is None else call.batch}, {shapes}"
         problem = f"{type(run.model).__name__} cannot take {batch}: {type(error).__name__}: {error}"
         raise ValueError(f"{problem}. Give batches that model(**batch) takes, or a collect_func") from error
+
+
+def _described(value: Any) -> Any:
+    """Dtype and shape of a tensor, or of an array of numpy, as messages show them."""
+    numpy = isinstance(value, np.ndarray)
+    return f"{'numpy ' * numpy}{value.dtype} {list(value.shape)}" if numpy or isinstance(value, Tensor) else value
 
 
 def _settled(run: Run, *, own_text: bool) -> Run:

@@ -526,8 +526,9 @@ def collect(layer_plans: Sequence[LayerPlan], inputs: Inputs, run: Run, *, one_p
         inputs.advance()
     for names, stats in groups:
         if not torch.isfinite(stats.square_sums).all():
-            why = "its input holds NaN or inf, now that the layers before it are sparse"
-            raise ValueError(f"layer {names[0]!r}: {why}: run the model in bfloat16 or float32")
+            why = ", now that the layers before it are sparse" if run.report.layers else ""
+            advice = "check the data, or run the model in bfloat16 or float32"
+            raise ValueError(f"layer {names[0]!r}: its input holds NaN or inf{why}: {advice}")
     groups = [(names, stats) for names, stats in groups if not is_underflowed(stats.square_sums).all()]
     if any(layer_plan.layer.mixture is not None for layer_plan in layer_plans):
         groups = _with_listed_experts(layer_plans, groups, run)

@@ -262,7 +262,7 @@ class WorkFolder:
 
     def _compare(self, read: Mapping[str, Any]) -> bool:
         started = {name: value for name, value in self._started.items() if _is_read(name)}
-        difference = _difference({**read, **started}, read)
+        difference = _difference(started or read, read)
         if difference:
             self._throw_away(difference)
         if difference or not started:

@@ -93,9 +93,12 @@ def takes(module: nn.Module, name: str) -> bool:
         return False
 
 
+CACHES = ("past_key_values", "cache")  # names of the KV cache: transformers changed it in 5.24
+
+
 def cache_name(model: nn.Module) -> str | None:
-    """The name of a model's KV cache, as an argument and in its output: transformers changed it in 5.24."""
-    return next((name for name in ("past_key_values", "cache") if takes(model, name)), None)
+    """The name of a model's KV cache, as an argument and in its output."""
+    return next((name for name in CACHES if takes(model, name)), None)
 
 
 # classes --------------------------------------------------------------------------------------------------------------
@@ -113,7 +116,8 @@ def model_class(config: Any, source: str | Path) -> Any:
     for auto in remote:
         if auto.startswith("AutoModel") and (not names or remote[auto].endswith(f".{names[0]}")):
             return getattr(transformers, auto)
-    raise ValueError(f"config.json of {str(source)!r} names no model class that transformers knows: {names}")
+    problem = f"config.json of {str(source)!r} names no model class that transformers knows"
+    raise ValueError(f"{problem}: give one, such as 'architectures': ['LlamaForCausalLM'], in place of {names}")
 
 
 def built(architecture: Any, config: PreTrainedConfig, device: Any = "meta") -> Any:

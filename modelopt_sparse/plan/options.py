@@ -14,7 +14,7 @@ import torch
 from accelerate.utils import convert_file_size_to_int
 from torch.utils.data import Dataset
 
-from modelopt_sparse.checks import Stream, check_number, check_options, check_whole, is_whole, shown
+from modelopt_sparse.checks import Stream, check_number, check_options, check_whole, is_whole, plain_number, shown
 from modelopt_sparse.methods.base import Method
 from modelopt_sparse.methods.patterns import NM, Pattern, Unstructured, parse_pattern
 from modelopt_sparse.methods.scores import GivenMask
@@ -524,9 +524,10 @@ class SparsifyConfig:
 
     def __post_init__(self) -> None:
         for declared in fields(self):
-            value, parse = getattr(self, declared.name), declared.metadata.get("parse")
+            value, parse = plain_number(getattr(self, declared.name)), declared.metadata.get("parse")
             if parse is not None and not (value is None and declared.default is None):
-                vars(self)[declared.name] = parse(value)
+                value = parse(value)
+            vars(self)[declared.name] = value
         if self.budget is not None and (self.budget == AUTO or self.budget.optional):
             self._share_zeros()
         if self.budget is not None and self.choices is None:

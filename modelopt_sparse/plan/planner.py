@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from modelopt_sparse.checks import shown
+from modelopt_sparse.checks import grouped, shown
 from modelopt_sparse.methods import ALIASES, METHODS
 from modelopt_sparse.methods.base import NEEDS, Method
 from modelopt_sparse.methods.patterns import NM, Pattern, Unstructured, parse_pattern
@@ -286,10 +286,15 @@ def _check_planned(
     if config.permute and NM not in patterns:
         raise ValueError("permute is for N:M patterns, and no layer has one: give pattern='2:4', or leave it out")
     homes = {_memory(x): name for name, x in model.named_buffers()}
+    by_start = grouped(model.named_parameters(), lambda named: _memory(named[1].detach()) and named[1].data_ptr())
     for layer_plan in planned:
         layer, where = layer_plan.layer, f"layer {layer_plan.name!r}"
         if (home := _memory(layer.values)) and home in homes:
             raise ValueError(f"{where} and the buffer {homes[home]!r} share memory: clone one of them, or exclude it")
+        for name, parameter in by_start.get(layer.values.data_ptr(), ()) if home else ():
+            if parameter is not layer.parameter:
+                advice = "make them one Parameter, or clone one of them"
+                raise ValueError(f"{where} and the parameter {name!r} share memory: {advice}")
         if config.budget is not None and not config.budget.optional and layer_plan.within_mask:
             raise ValueError(f"{where} carries a mask whose zeros stay, against a budget: give replace=True")
         blind = isinstance(layer.adapter, RoutedAdapter) and not layer.adapter.sees_all_tokens

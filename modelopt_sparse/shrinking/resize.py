@@ -162,7 +162,7 @@ def resize_module(module: nn.Module, dense: nn.Module, twin: nn.Module, stay: Ma
 def _take_sizes(attributes: dict[str, Any], old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
     """Take over sizes that differ from the ``old``. Not by setattr: some are behind a property without a setter."""
     for name, value in new.items():
-        if not name.startswith("_") and _is_size(value) and name in attributes and old.get(name) != value:
+        if _is_size(value) and name in attributes and old.get(name) != value:
             attributes[name] = copy.copy(value)
 
 
@@ -429,6 +429,11 @@ class BlockCount:
                     changes[full_name(path, name)] = [value[index] for index in stay]
                 elif all(type(index) is int and 0 <= index < len(self.blocks) for index in value):
                     changes[full_name(path, name)] = [stay.index(index) for index in value if index in stay]
+        stages = getattr(part, "stage_names", None) or []
+        if len(stages) == len(self.blocks) + 1:  # of a backbone: before the blocks, and after each
+            changes[full_name(path, "stage_names")] = stages[: len(stay) + 1]
+            if part.out_features == stages[-1:]:
+                changes |= {full_name(path, name): None for name in ("_out_features", "_out_indices")}
         return changes
 
     def check(self, stay: Sequence[int], model: PreTrainedModel) -> None:

@@ -13,10 +13,11 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
-from modelopt_sparse.checks import check_whole, is_whole
+from modelopt_sparse.checks import check_whole, is_whole, plain_number
 from modelopt_sparse.methods.patterns import Unstructured, parse_pattern
-from modelopt_sparse.model.devices import full_name
+from modelopt_sparse.model.devices import full_name, map_leaves
 from modelopt_sparse.model.experts import LAST, RoutedAdapter
+from modelopt_sparse.model.find import Stack
 from modelopt_sparse.model.hf import cache_name
 from modelopt_sparse.model.layers import Layer
 from modelopt_sparse.plan.budget import parse_budget
@@ -75,15 +76,16 @@ class ShrinkRequest(NamedTuple):
         return {} if self.kept is None else {**self.kept.get("mlp", {}), **self.kept.get("experts", {})}
 
     def in_full(self, planned: Plan) -> "ShrinkRequest":
-        """The request with ``kept`` as a choice (`kept_in`) in which each mixture goes by the name of the layer of its
-        last matrices, whichever module around it other tools name."""
-        if self.kept is None:
-            return self
-        choice, experts = kept_in(self.kept), dict[str, Any]()
+        """The request in plain numbers, with ``kept`` as a choice (`kept_in`) in which each mixture goes by the name of
+        the layer of its last matrices, whichever module around it other tools name."""
+        request = map_leaves(plain_number, self)
+        if request.kept is None:
+            return request
+        choice, experts = kept_in(request.kept), dict[str, Any]()
         for name, stay in choice.get("experts", {}).items():
             inside = [x.name for x in planned.layers if x.layer.adapter in LAST and x.name.startswith(f"{name}.")]
             experts |= dict.fromkeys(inside or [name], stay)
-        return self._replace(kept={**choice, **({"experts": experts} if experts else {})})
+        return request._replace(kept={**choice, **({"experts": experts} if experts else {})})
 
 
 @dataclass(frozen=True)
@@ -161,7 +163,8 @@ def sizes_for(model: PreTrainedModel, planned: Plan, request: ShrinkRequest) -> 
     if request.experts is not None:
         sizes = replace(sizes, **_experts(model, planned, lambda old: old - _fewer_experts(request.experts, old)))
     if request.blocks is not None:
-        sizes = replace(sizes, **_blocks(model, planned, request.blocks))
+        stacks = [stack for stack in planned.stacks if request.kept is None or stack.name in request.kept["blocks"]]
+        sizes = replace(sizes, **_blocks(model, stacks, request.blocks))
     for name, size in (request.to or {}).items():
         sizes = _with_size(model, planned, sizes, model.config.attribute_map.get(name, name), size)
     for name, (_, new) in sizes.width.items():
@@ -260,16 +263,16 @@ def _protected(
     return protected
 
 
-def _blocks(model: PreTrainedModel, planned: Plan, blocks: Any) -> dict[str, Any]:
-    """Fields of `TargetSizes` for what ``blocks=`` says."""
-    if len(planned.stacks) != 1:
-        advice = " or ".join(f"to={{{BlockCount.find(model, stack).name!r}: ...}}" for stack in planned.stacks)
+def _blocks(model: PreTrainedModel, stacks: Sequence[Stack], blocks: Any) -> dict[str, Any]:
+    """Fields of `TargetSizes` for what ``blocks=`` says of one of the ``stacks``."""
+    if len(stacks) != 1:
+        advice = " or ".join(f"to={{{BlockCount.find(model, stack).name!r}: ...}}" for stack in stacks)
         raise ValueError(f"blocks= is for a model with one stack of blocks: give {advice}")
-    count, named = len(planned.stacks[0].blocks), isinstance(blocks, (list, tuple))
+    count, named = len(stacks[0].blocks), isinstance(blocks, (list, tuple))
     gone = blocks if named else range(round(_count_that_goes("blocks", blocks, count)))
     if not 0 < len(set(gone)) == len(gone) < count or not all(is_whole(x, 0) and x < count for x in gone):
         raise ValueError(f"blocks={blocks!r}: give how many of the {count} blocks go, or name some, each once, from 0")
-    depth = BlockCount.find(model, planned.stacks[0])
+    depth = BlockCount.find(model, stacks[0])
     stay = [index for index in range(count) if index not in gone]
     if named:
         depth.check(stay, model)
@@ -390,7 +393,7 @@ def _within(model: PreTrainedModel, planned: Plan, request: ShrinkRequest) -> li
         counts = [0]
     for gone in counts:
         try:
-            sizes = TargetSizes({}, **(_blocks(model, planned, gone) if gone else {}))
+            sizes = TargetSizes({}, **(_blocks(model, planned.stacks, gone) if gone else {}))
         except ValueError as error:
             problems.append(str(error))
             break

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from transformers import Gemma2Config, Gemma2ForCausalLM, ViTConfig, ViTForImageClassification
+from transformers.modeling_outputs import CausalLMOutput
 
 import modelopt_sparse as mts
 from modelopt_sparse.accuracy import distill as distillation
@@ -380,6 +381,24 @@ class Centred(type(tiny_llama())):
         return output
 
 
+class ReadingItsHead(type(tiny_llama())):
+    """It multiplies with its head's weight itself, as MobileBERT does."""
+
+    def forward(self, *args, **kwargs):
+        hidden = self.model(*args, **kwargs).last_hidden_state
+        return CausalLMOutput(logits=hidden @ self.lm_head.weight.mT)
+
+
+def test_a_head_that_is_never_called():
+    """Whose weight the model reads: the outputs themselves are kept, and the result is that of the head's calls."""
+    reading, calling = tiny_llama(), tiny_llama()
+    reading.__class__ = ReadingItsHead
+    sparsified(reading)
+    sparsified(calling)
+    for ours, theirs in zip(reading.parameters(), calling.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -403,7 +422,9 @@ def test_what_is_refused(tmp_path):
     assert "batch 0" not in message
     centred = tiny_llama()
     centred.__class__ = Centred
-    refused(sparsified, centred, parts=["puts out something else beside other samples"])
+    refused(sparsified, centred, parts=["distill: the output head puts out something else beside other samples"])
+    shrinking = {"blocks": 1, "data_loader": token_batches(), "progress": False}
+    refused(mts.shrink, centred, **shrinking, match="the output head .*: give output=")
     with pytest.raises(ValueError, match="distill calls the model itself"):
         mts.SparsifyConfig(forward_loop=print, distill=True)
     with pytest.raises(ValueError, match="distill needs calibration data"):

@@ -52,6 +52,16 @@ REFUSED = {
     "unknown tokens": (tiny_llama, behind({"input_ids": torch.full((2, 9), 999)}), NOT_TAKEN.format("\\[2, 9\\]")),
     "wrong name": (tiny_llama, behind({"tokens": torch.zeros(2, 7).long()}), NOT_TAKEN.format("\\[2, 7\\]")),
     "image size": (small_vit, {"data_loader": [torch.zeros(1, 3, 8, 8)]}, "ViT.* cannot take calibration batch 0"),
+    "NaN": (
+        Stacked,
+        {"data_loader": [*vectors(), torch.full_like(vectors()[0], float("nan"))]},
+        "layer 'blocks.0.up': its input holds NaN or inf: check the data",
+    ),
+    "numpy": (
+        tiny_llama,
+        behind({"input_ids": token_batches()[0].numpy()}),
+        NOT_TAKEN.format("numpy int64 \\[2, 16\\].*: TypeError: .* not numpy.ndarray"),
+    ),
     "unused layer": (lambda: Stacked(block=Unused), {"data_loader": vectors()}, UNSEEN),
     "only the dtype": (lambda: Stacked(block=Asks), {"data_loader": vectors()}, UNSEEN),
     "text alone": (ARCHITECTURES["llava"].build, {"data_loader": texts("right")}, NO_IMAGES),

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import (
     BertConfig,
+    BertForMultipleChoice,
     BertModel,
     Siglip2VisionConfig,
     Siglip2VisionModel,
@@ -51,6 +52,12 @@ BY = {
     "position": {"data_loader": [tuple(batch.values()) for batch in padded()], "collect_func": lambda batch: batch},
     "a loop": {"forward_loop": lambda model: [model(**batch) for batch in padded()]},
 }
+
+
+def test_a_mask_to_multiply_with_is_one_of_tokens():
+    batches = [{**batch, "attention_mask": batch["attention_mask"][..., None]} for batch in padded()]
+    stats = collected(Ids(in_key), ID_BLOCKS, data_loader=batches, collect_func=lambda batch: (batch,))
+    assert {layer.tokens for layer in stats.values()} == {PADDED_ROWS}
 
 
 @pytest.mark.parametrize("by", BY)
@@ -456,6 +463,10 @@ MADE_INSIDE = {
         lambda: Ids(given=lambda ids: {"attention_mask": (ids != 0).long()[:, None, None]}),
         ID_BLOCKS,
     ),
+    "of blocks, to multiply with": (
+        lambda: Ids(given=lambda ids: {"attention_mask": (ids != 0).float()[..., None]}),
+        ID_BLOCKS,
+    ),
     "of blocks, added to scores": (
         lambda: Ids(given=lambda ids: {"attention_mask": (ids == 0)[:, None, None] * -1e4}),
         ID_BLOCKS,
@@ -625,8 +636,16 @@ def test_a_mask_of_pixels_is_noted_where_there_is_padding():
         assert {layer.tokens for layer in mts.report(model).layers} == {18}
 
 
+def test_the_choices_of_a_question_are_texts_of_a_batch():
+    sizes = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
+    model = BertForMultipleChoice(BertConfig(**sizes, num_attention_heads=2)).eval()
+    batch = {name: rows[None] for name, rows in padded()[0].items()}
+    mts.sparsify(model, "wanda", data_loader=[batch], progress=False)
+    assert {layer.tokens for layer in mts.report(model).layers} == {int(batch["attention_mask"].sum())}
+
+
 def generated(model: nn.Module) -> None:
-    for batch in padded():
+    for batch in padded("left"):
         model.generate(**batch, max_new_tokens=3, min_new_tokens=3, do_sample=False)
 
 
@@ -654,6 +673,14 @@ LOOPS = {  # that call parts of the model, or a model that calls itself -> the l
     "generate": (ARCHITECTURES["t5"].build, generated, "encoder.block.0.layer.1.DenseReluDense.wo"),
     "itself": (SelfCalling, lambda model: model(zero_padded()), "blocks.0.up"),
 }
+
+
+@pytest.mark.filterwarnings("ignore:stack .* is calibrated through the whole model")
+def test_a_mask_begins_with_the_tokens_in_the_cache():
+    """Three new tokens of each of the 5 texts, the first of which comes from the padded call itself."""
+    model = tiny_llama()
+    mts.sparsify(model, "wanda", forward_loop=generated, progress=False)
+    assert {layer.tokens for layer in mts.report(model).layers} == {PADDED_ROWS + 2 * 5}
 
 
 @pytest.mark.filterwarnings("ignore:stack .* is calibrated through the whole model")
@@ -728,6 +755,7 @@ def test_two_towers_have_a_mask_each():
 UNCLEAR = {
     "of two dimensions": ("mask", lambda ids: ids == 0),
     "to broadcast": ("mask", lambda ids: (ids != 0)[:, None, None]),
+    "to multiply with": ("mask", lambda ids: (ids != 0)[..., None]),
     "True = not attended to, as in torch": ("attention_mask", lambda ids: (ids == 0)[:, None]),
 }
 

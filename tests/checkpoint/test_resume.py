@@ -160,6 +160,10 @@ def test_other_code_of_the_model_is_refused(source, tmp_path):
     (source / "modeling.py").write_text("SCALE = 2")
     with pytest.raises(ValueError, match=r"started with something else \(source file modeling.py: "):
         streamed(source, tmp_path / "sparse", **given)
+    (source / "modeling.py").write_text("SCALE = 1")
+    (source / "layers.py").write_text("SCALE = 1")
+    with pytest.raises(ValueError, match=r"started with something else \(source file layers.py: None there"):
+        streamed(source, tmp_path / "sparse", **given)
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
@@ -348,6 +352,14 @@ def with_weights(change: Callable[[dict[str, Any], str], object]) -> Callable[[P
     [
         (lambda source: (source / "config.json").unlink(), r"holds no config\.json"),
         (
+            lambda source: (source / "config.json").write_text('{"model_type": "llama"}'),
+            "names no model class that transformers knows: give one, such as 'architectures'",
+        ),
+        (
+            lambda source: (source / "generation_config.json").write_text("{"),
+            r"generation_config\.json' is not a valid",
+        ),
+        (
             lambda source: (source / "model.safetensors").unlink(),
             r"model.safetensors' is missing, .*: get it again, .* save_pretrained",
         ),
@@ -363,7 +375,7 @@ def with_weights(change: Callable[[dict[str, Any], str], object]) -> Callable[[P
 )
 def test_sources_that_are_refused(source, tmp_path, change, text):
     change(source)
-    with pytest.raises(ValueError, match=text):
+    with pytest.raises((ValueError, OSError), match=text):
         streamed(source, tmp_path / "sparse", "magnitude")
     assert not (tmp_path / "sparse").exists()
 

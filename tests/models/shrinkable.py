@@ -42,6 +42,8 @@ CLASSES: dict[str, dict[str, Any]] = {
     "ModernBert/ModernBertForMaskedLM": {"global_attn_every_n_layers": 2, "cls_token_id": 1, "sep_token_id": 2},
     "DistilBert/DistilBertForMaskedLM": {"dim": 32, "hidden_dim": WIDTH, "n_heads": 4, "n_layers": BLOCKS},
     "ViT/ViTForImageClassification": {"image_size": 8, "patch_size": 4, "num_labels": 5},
+    "Beit/BeitForImageClassification": {"image_size": 8, "patch_size": 4, "num_labels": 5},
+    "Dinov2/Dinov2ForImageClassification": {"image_size": 8, "patch_size": 4, "num_labels": 5, "mlp_ratio": 2},
     "Bloom": {"n_layer": BLOCKS, "n_head": 4},
     "Mpt": {"d_model": 32, "n_layers": BLOCKS, "n_heads": 4, "max_seq_len": 64},
     "Mixtral": MIXTURE,
@@ -59,7 +61,7 @@ CLASSES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 # class -> why no width can be taken off of all of its MLPs, as messages say it
 NO_WIDTH = {
-    "Bloom": "has no width", "Mpt": "has no width",
+    **dict.fromkeys(("Bloom", "Mpt", "Dinov2/Dinov2ForImageClassification"), "has no width"),
     **dict.fromkeys(("Mixtral", "Qwen3Moe", "GptOss", "DeepseekV3", "Jamba"), "holds experts"),
 }  # fmt: skip
 
@@ -114,6 +116,25 @@ class InterleavedLlama(LlamaForCausalLM):
         super().__init__(config)
         for layer in self.model.layers:
             layer.mlp = InterleavedMLP(config)
+
+
+class SplitMLP(InterleavedMLP):
+    """Gate and up have their sizes in a list of its own."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        self._sizes = [config.intermediate_size] * 2
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.gate_up_proj(x).split(self._sizes, -1)
+        return self.down_proj(nn.functional.silu(gate) * up)
+
+
+class SplitLlama(LlamaForCausalLM):
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        for layer in self.model.layers:
+            layer.mlp = SplitMLP(config)
 
 
 class ScaledMLP(nn.Module):
@@ -181,4 +202,5 @@ class CountingLlama(LlamaForCausalLM):
             layer.mlp.register_forward_pre_hook(lambda module, args: ran.append(1) or (args[0] * len(ran) ** -0.1,))
 
 
-ODD = {kind.__name__: kind for kind in (InterleavedLlama, ScaledByPlace, NormedLlama, SoftmaxLlama, CountingLlama)}
+KINDS = InterleavedLlama, SplitLlama, ScaledByPlace, NormedLlama, SoftmaxLlama, CountingLlama
+ODD = {kind.__name__: kind for kind in KINDS}

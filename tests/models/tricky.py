@@ -224,6 +224,13 @@ def _replaced() -> nn.Module:
     return nn.Sequential(layer, nn.Linear(8, 8))
 
 
+def _in_one_memory(*, overlap: bool) -> nn.Module:
+    """Two weights in one storage: one behind the other, or the same values."""
+    model, both = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(16, 8)
+    model[0].weight, model[1].weight = nn.Parameter(both[:8]), nn.Parameter(both[:8] if overlap else both[8:])
+    return model
+
+
 # model -> what builds it, from nothing but the generator of torch
 ROUND_TRIPS: dict[str, Callable[[], Any]] = {
     "one layer": lambda: nn.Linear(8, 8),
@@ -243,6 +250,7 @@ ROUND_TRIPS: dict[str, Callable[[], Any]] = {
     "unused layer": Unused,
     "parametrized": lambda: nn.Sequential(weight_norm(nn.Linear(8, 8)), nn.Linear(8, 8)),
     "buffers in one storage": Buffers,
+    "weights in one storage": lambda: _in_one_memory(overlap=False),
     "a layer without outputs": NoOutputs,
     "modules named weight": NamedWeight,
     "a dict comes out": Outputs,
@@ -269,5 +277,9 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "attribute of the mask's name": (lambda: MaskName(8, 8), "attribute 'weight_mask', where the mask belongs"),
     "forward in the instance": (_replaced, "was replaced on the instance"),
     "buffer in a weight": (lambda: Buffers(of_weight=True), "share memory"),
+    "two Parameters of one memory": (
+        lambda: _in_one_memory(overlap=True),
+        "layer '0' and the parameter '1.weight' share memory: make them one Parameter",
+    ),
     "on meta": (lambda: nn.Linear(8, 8, device="meta"), "on the meta device"),
 }

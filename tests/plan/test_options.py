@@ -5,6 +5,7 @@ from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -36,6 +37,12 @@ def test_a_mapping_and_keywords_are_the_same_and_keywords_win():
     assert make({"pattern": "50%", "exclude": "*q*"}) == make(pattern="50%", exclude="*q*")
     assert make({"pattern": "50%"}, pattern="1:4").pattern == NM(1, 4)
     assert make({"damping": 0.1}, damping=0.2).options == {"damping": 0.2}
+
+
+def test_numbers_may_be_those_of_numpy():
+    config = make(pattern=np.float32(0.5), num_samples=np.int64(8))
+    assert config.pattern == Unstructured(0.5)
+    assert type(config.num_samples) is int
 
 
 def test_a_config_made_before_can_be_changed_by_keywords():
