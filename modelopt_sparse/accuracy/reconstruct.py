@@ -25,7 +25,8 @@ from modelopt_sparse.accuracy.tuning import (
 )
 from modelopt_sparse.calibration.calls import AtBlock, Inputs
 from modelopt_sparse.calibration.dense import BlockTask
-from modelopt_sparse.calibration.forward import INSTEAD, PaddingError, forward_context
+from modelopt_sparse.calibration.forward import forward_context
+from modelopt_sparse.calibration.padding import INSTEAD, PaddingError
 from modelopt_sparse.model.masking import without_masks
 from modelopt_sparse.reports.values import BlockReport
 from modelopt_sparse.run import Run

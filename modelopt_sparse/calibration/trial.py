@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from modelopt_sparse.calibration.calls import AtBlock, Attempt, Calls, WalkedCall
 from modelopt_sparse.calibration.data import Call
-from modelopt_sparse.calibration.forward import NumberedCall, PaddingError, forward_context
+from modelopt_sparse.calibration.forward import NumberedCall, forward_context
+from modelopt_sparse.calibration.padding import PaddingError
 from modelopt_sparse.model.devices import buffers_kept, dense_rows, flat_tensors, map_batch, parts_within
 from modelopt_sparse.model.find import Stack
 from modelopt_sparse.run import Run, Unreadable
