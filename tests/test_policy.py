@@ -359,9 +359,7 @@ def test_how_many_files_a_reader_opens_on_the_way_to_the_mask():
 # each imports only what stands on a line before its own, and itself
 ORDER = (
     ("checks", "distributed"),
-    ("methods",),
-    ("model",),
-    ("reports",),
+    ("methods", "model", "reports"),
     ("plan",),
     ("runtime", "run"),
     ("calibration",),

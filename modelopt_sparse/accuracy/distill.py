@@ -29,10 +29,10 @@ from modelopt_sparse.methods.base import Method
 from modelopt_sparse.model.devices import input_device, refuse_offloaded
 from modelopt_sparse.model.hf import is_encoder_decoder
 from modelopt_sparse.model.masking import named_masks, without_masks
-from modelopt_sparse.model.output import Output, in_words
+from modelopt_sparse.model.output import Output
 from modelopt_sparse.plan.options import HELD_BACK_FOR_OUTPUTS, SparsifyConfig
 from modelopt_sparse.plan.planner import plan_for
-from modelopt_sparse.reports.values import Distilled
+from modelopt_sparse.reports.values import Distilled, in_words
 from modelopt_sparse.run import Run
 
 # the divergence before it, in nats, or in parts of the variance, from which on the whole learning rate is taken

@@ -12,12 +12,12 @@ from typing import Any
 from modelopt_sparse.budget.costs import ChoiceCosts, Chosen, zeros_in
 from modelopt_sparse.budget.losses import NoLosses, divergences, tabled
 from modelopt_sparse.calibration.forward import CalibrationData
-from modelopt_sparse.model.output import OutputError, in_words
+from modelopt_sparse.model.output import OutputError
 from modelopt_sparse.plan.budget import DENSE, Budget, parse_choice
 from modelopt_sparse.plan.plan import Plan
 from modelopt_sparse.reports.report import Report
 from modelopt_sparse.reports.text import Column, Printed, paragraph, rows_of, table
-from modelopt_sparse.reports.values import Skipped
+from modelopt_sparse.reports.values import Skipped, in_words
 
 
 def planned(plan: Plan, chosen: Chosen) -> Plan:

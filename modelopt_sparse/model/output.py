@@ -11,36 +11,20 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from modelopt_sparse.checks import is_whole, shown
+from modelopt_sparse.checks import shown
 from modelopt_sparse.model.devices import parts_of
 
 Which = str | int | Callable[[Any], Tensor]
 Divergence = str | Callable[[Tensor, Tensor], Tensor]
-# divergence -> what a figure of it is called, and its unit
-DIVERGENCES = {"kl": ("KL", "nats"), "squared": ("squared error", "variances"), "bernoulli": ("Bernoulli KL", "nats")}
 
 
 class OutputError(ValueError):
     """Which tensor of a model's output counts is not known, or it does not go with the divergence."""
 
 
-def check_output(output: Any, divergence: Any) -> None:
-    """Raise ValueError unless these are what the options of these names allow."""
-    if not (output is None or isinstance(output, str) or is_whole(output, 0) or callable(output)):
-        raise ValueError(f"output={shown(output)}: give a name, an index, or a function from the output to a tensor")
-    if not (divergence is None or divergence in DIVERGENCES or callable(divergence)):
-        allowed = f"{', '.join(DIVERGENCES)}, or a function of (dense, sparse)"
-        raise ValueError(f"divergence={shown(divergence)}: give {allowed}")
-
-
 def name_of(function: Any) -> Any:
     """The name of a function, for reports; anything else as it is."""
     return getattr(function, "__name__", type(function).__name__) if callable(function) else function
-
-
-def in_words(name: str | None) -> tuple[str, str]:
-    """(what a figure of the divergence of this name is called, its unit). None: "kl"."""
-    return DIVERGENCES.get(name or "kl", (f"divergence {name}", "its own unit"))
 
 
 def _is_usable(x: Any) -> bool:

@@ -20,7 +20,7 @@ from modelopt_sparse.methods.patterns import NM, Pattern, Unstructured, parse_pa
 from modelopt_sparse.methods.scores import GivenMask
 from modelopt_sparse.model.devices import widens
 from modelopt_sparse.model.hf import default_batch_size
-from modelopt_sparse.model.output import Divergence, Which, check_output, name_of
+from modelopt_sparse.model.output import Divergence, Which, name_of
 from modelopt_sparse.plan.budget import (
     AUTO,
     DENSE,
@@ -32,6 +32,7 @@ from modelopt_sparse.plan.budget import (
     zeros_of,
 )
 from modelopt_sparse.reports.text import nearest, refuse_unknown
+from modelopt_sparse.reports.values import DIVERGENCES
 
 # globs ----------------------------------------------------------------------------------------------------------------
 
@@ -646,7 +647,12 @@ def is_data_set(text: str) -> bool:
 
 def _check_types(config: SparsifyConfig) -> None:
     check_options(config)
-    check_output(config.output, config.divergence)
+    output, divergence = config.output, config.divergence
+    if not (output is None or isinstance(output, str) or is_whole(output, 0) or callable(output)):
+        raise ValueError(f"output={shown(output)}: give a name, an index, or a function from the output to a tensor")
+    if not (divergence is None or divergence in DIVERGENCES or callable(divergence)):
+        allowed = f"{', '.join(DIVERGENCES)}, or a function of (dense, sparse)"
+        raise ValueError(f"divergence={shown(divergence)}: give {allowed}")
     if config.self_data not in [*OWN_WINDOWS] and not is_whole(config.self_data, 0):
         allowed = " or ".join(map(repr, OWN_WINDOWS))
         raise ValueError(f"self_data={shown(config.self_data)}: must be a number of windows of text, 0, {allowed}")

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from modelopt_sparse.model.output import in_words
 from modelopt_sparse.reports.text import Printed
+from modelopt_sparse.reports.values import in_words
 
 
 @dataclass(frozen=True)

@@ -30,10 +30,9 @@ import torch
 from jinja2 import Environment, StrictUndefined
 from torch import Tensor
 
-from modelopt_sparse.model.output import in_words
 from modelopt_sparse.reports.evaluate import TaskScore, task_scores
 from modelopt_sparse.reports.text import product_of, steps_text, write_whole
-from modelopt_sparse.reports.values import ERROR_FROM, LayerReport, Shrunk
+from modelopt_sparse.reports.values import ERROR_FROM, LayerReport, Shrunk, in_words
 
 if TYPE_CHECKING:
     from modelopt_sparse.reports.report import Report

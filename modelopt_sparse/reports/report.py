@@ -12,7 +12,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from modelopt_sparse import __version__
-from modelopt_sparse.model.output import in_words
 from modelopt_sparse.reports.evaluate import Evaluation, task_scores
 from modelopt_sparse.reports.text import Column, Printed, by_reason, counted, paragraph, rows_of, steps_text, table
 from modelopt_sparse.reports.values import (
@@ -24,6 +23,7 @@ from modelopt_sparse.reports.values import (
     LayerReport,
     Shrunk,
     Skipped,
+    in_words,
 )
 from modelopt_sparse.reports.values import StepReport as StepReport  # here models of `torch.save` look for it
 

@@ -5,8 +5,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from modelopt_sparse.model.output import in_words
-
 PERMUTED, RECONSTRUCTED, DISTILLED = "permute", "reconstruct", "distill"  # as recipes name them
 REPLACED, UNMASKED = "its mask was replaced since", "it carries no mask any more"  # notes of a layer
 # what the error of a layer was measured with -> what its row says, and how exact that is
@@ -15,6 +13,13 @@ ERROR_FROM = {
     "square_sums": ("norms of X", "the same with the channels of X taken as uncorrelated"),
     "weights": ("W alone", "X taken as white, for no data was used"),
 }
+# divergence -> what a figure of it is called, and its unit
+DIVERGENCES = {"kl": ("KL", "nats"), "squared": ("squared error", "variances"), "bernoulli": ("Bernoulli KL", "nats")}
+
+
+def in_words(name: str | None) -> tuple[str, str]:
+    """(what a figure of the divergence of this name is called, its unit). None: "kl"."""
+    return DIVERGENCES.get(name or "kl", (f"divergence {name}", "its own unit"))
 
 
 @dataclass(frozen=True)

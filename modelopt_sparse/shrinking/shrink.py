@@ -27,12 +27,11 @@ from modelopt_sparse.distributed import Processes
 from modelopt_sparse.methods.scores import Magnitude
 from modelopt_sparse.model.devices import flat_tensors, input_device, run_eagerly
 from modelopt_sparse.model.hf import longest_window, writes_text
-from modelopt_sparse.model.output import in_words
 from modelopt_sparse.plan.options import Reconstruct, SparsifyConfig
 from modelopt_sparse.plan.plan import common_to_processes
 from modelopt_sparse.plan.planner import plan_for
 from modelopt_sparse.reports.report import Report, attach_report
-from modelopt_sparse.reports.values import Shrunk
+from modelopt_sparse.reports.values import Shrunk, in_words
 from modelopt_sparse.run import InMemory, Run, calibrating
 from modelopt_sparse.shrinking import experts as mixtures
 from modelopt_sparse.shrinking import importance
