@@ -425,18 +425,18 @@ def test_the_index_is_the_one_that_transformers_writes(tmp_path):
 
 @pytest.mark.slow
 def test_the_benchmark_prints_a_curve(tmp_path):
-    """Of two depths: 0.14 GB more of weights take nowhere near as much memory more. (They did when freed memory was not
-    given back.)"""
+    """Of two depths: 0.14 GB more of weights take nowhere near as much memory beyond the plan of the smaller, as they
+    would if blocks were not dropped. The peaks are those of samples, which may miss one."""
     ran = run_python(
         *("examples/benchmarks/streaming.py", "--sizes", "0.07,0.21", "--width", 1024, "--method", "magnitude"),
         *("--threads", 1, "--work", tmp_path),
     )
     assert ran.returncode == 0, ran.stderr
     rows = [[float(x) for x in line.split("|")[1:-1]] for line in ran.stdout.splitlines()[2:4]]
-    (small, _, _, _, _, low, _), (large, blocks, _, _, _, high, _) = rows
+    (small, *_, planned), (large, blocks, _, _, _, peak, _) = rows
     assert (round(small, 1), round(large, 1)) == (0.1, 0.2)
     assert blocks > 4
-    assert high - low < 0.4 * (large - small) * 1e9 / 2**20
+    assert peak - planned < 0.4 * (large - small) * 1e9 / 2**20
     assert ran.stdout.count("#") > 40
     assert not list(tmp_path.iterdir())
 
