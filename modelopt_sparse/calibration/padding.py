@@ -20,6 +20,7 @@ INSTEAD = "give batches without padding, or set count_padding=True to let paddin
 OWN, DECODER, IMAGE_MASKS = "attention_mask", "decoder_attention_mask", ("pixel_attention_mask", "pixel_mask")
 OF_STATES = "encoder_attention_mask"  # of encoder_hidden_states
 PADDING = ("padding_mask", "pad_mask")  # in masks whose names end like these True is padding
+SQUARE = "a batch has as many texts as tokens: if the model transposes them (XLNet), give another batch size"
 
 
 class PaddingError(ValueError):
@@ -44,7 +45,7 @@ class PaddingOfCall:
     that it attends to on the encoder's. ``image`` is for the image encoder beside or inside of a text model, which text
     padding says nothing about.
     first: what the arguments of the call itself say.
-    notes: get masks of tokens of which nothing says whether True is padding.
+    notes: of the report, which get what is not known for certain.
     """
 
     model: nn.Module | None = None
@@ -78,9 +79,12 @@ class PaddingOfCall:
         if self.told.get((module, "image")) is not None:
             self._note_pixels(module, named)
 
+    def note(self, text: str) -> None:
+        """Say it once in the report."""
+        self.notes += [text] if text not in self.notes else []
+
     def _note_all_counted(self, problem: str, advice: str) -> None:
-        note = f"{problem}: all rows are counted unless other masks say more ({advice})"
-        self.notes += [note] if note not in self.notes else []
+        self.note(f"{problem}: all rows are counted unless other masks say more ({advice})")
 
     def _note_pixels(self, module: nn.Module, named: Mapping[str, Any]) -> None:
         """In a model that takes text as well, a mask of pixels fits no layer's rows, which is an error."""
@@ -100,8 +104,8 @@ class PaddingOfCall:
         if not knows or any(module in {*part.modules()} for part in outer - {module}):
             return
         if not masked and self.told.get((self.model, "decoder")) is not None:
-            note = f"{type(module).__name__} is called without a mask in a batch with padding: all its rows are counted"
-            self.notes += [note] if note not in self.notes else []
+            called = f"{type(module).__name__} is called without a mask in a batch with padding"
+            self.note(f"{called}: all its rows are counted")
         self.told.update({(module, side): None for side in SIDES})
 
     def at(self, around: Around) -> Tensor | None:
@@ -295,8 +299,7 @@ class PaddingOfInputs:
         inner, outer = (self.masks.find([(part, side) for part, _ in self._sides[block]]) for side in SIDES[:2])
         if inner is not outer and not (isinstance(inner, Tensor) and isinstance(outer, Tensor) and inner.equal(outer)):
             problem = f"{type(block).__name__} is given two inputs of one length, with masks that differ"
-            note = f"{problem}: what it makes of the second before a layer reads it is taken for the first"
-            self.masks.notes += [note] if note not in self.masks.notes else []
+            self.masks.note(f"{problem}: what it makes of the second before a layer reads it is taken for the first")
 
     def on_router(self, router: nn.Module, args: tuple, output: Any) -> None:
         self._token_of_row[router] = output[1]
@@ -313,6 +316,8 @@ class PaddingOfInputs:
             return mask.flatten()[self._token_of_row[layer.router]]
         if layer.adapter is not CONV:  # a convolution's rows are patches
             if _without_ones(x.shape[:-1]) == _without_ones(mask.shape):  # DeepSeek's latents are [B, 1, S, C]
+                if mask.shape == mask.mT.shape and isinstance(self.masks.model, PreTrainedModel):
+                    self.masks.note(SQUARE)
                 return mask.view(x.shape[:-1])
             if x.dim() == 2 and x.shape[0] == mask.numel() and layer.mixture is None:  # experts have an order of theirs
                 return mask.flatten()

@@ -788,3 +788,12 @@ def test_blocks_are_tuned_without_the_padding_that_they_are_told_of():
         mts.sparsify(model, pattern="2:4", quality="balanced", data_loader=zero_padded(), progress=False)
         tuned.append(dict(model.blocks.named_parameters()))
     assert all(torch.equal(tuned[0][name], tuned[1][name]) for name in tuned[0])
+
+
+@pytest.mark.parametrize("rows", [5, 4])
+def test_a_batch_that_could_be_turned_around_is_noted(rows):
+    """As XLNet turns it: what stands for texts in its mask are tokens in its layers."""
+    ids, mask = ragged(rows, 5, "right", seed=0)
+    model = tiny_llama()
+    mts.sparsify(model, "wanda", data_loader=[{"input_ids": ids, "attention_mask": mask}])
+    assert any("as many texts as tokens" in note for note in mts.report(model).notes) == (rows == 5)
