@@ -164,7 +164,8 @@ def _one_run(report: "Report") -> dict[str, Any]:
         "Versions": report.versions,
     }
     for number, run in enumerate(report.earlier, 1):
-        parts[f"Earlier run {number}, of {len(run['layers'])} layers: settings"] = run["settings"]
+        which = f"of {len(run['layers'])} layers" if run["layers"] else "which made the model smaller"
+        parts[f"Earlier run {number}, {which}: settings"] = run["settings"]
     rows = {title: {key: [_text(value)] for key, value in values.items()} for title, values in parts.items()}
     return {"summaries": report.summaries(), "cost": cost_of(report), "notes": report.all_notes(), "parts": rows}
 
@@ -648,7 +649,8 @@ def _block_axis(blocks: Sequence[str]) -> dict[str, Any]:
 
 
 def _log_axis(title: str) -> dict[str, Any]:
-    return _axis(title, type="log", tickformat="~g")  # without it ticks between powers of ten show one digit alone
+    # else there are ticks at all digits, which overlap, and those between powers of ten show one digit alone
+    return _axis(title, type="log", nticks=8, tickformat="~g")
 
 
 def _short(names: Sequence[str]) -> list[str]:

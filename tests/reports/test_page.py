@@ -91,6 +91,8 @@ def test_lines_are_the_report_s_numbers(llama, page):
     before, after = (trace["y"] for trace in drawn["reconstruction"]["traces"])
     assert before == pytest.approx([block.error_before for block in report.blocks], rel=1e-5)
     assert after == pytest.approx([block.error_after for block in report.blocks], rel=1e-5)
+    axis = drawn["reconstruction"]["layout"]["yaxis"]
+    assert (axis["type"], axis["nticks"]) == ("log", 8)  # ticks at all digits of three powers of ten overlap
     spent = sum(sum(trace["y"]) for trace in drawn["seconds"]["traces"])
     assert spent == pytest.approx(sum(row.seconds for row in [*report.layers, *report.blocks]), rel=0.02)
 
@@ -335,7 +337,10 @@ def test_the_page_of_a_smaller_model_shows_what_went(tmp_path):
         kl={"as is": 0.5, "reconstructed": 0.125},
         costs={"parameters": [1000.0, 750.0]},
     )
+    report.earlier = [{"layers": layers, "notes": [], "settings": {"seed": 3}} for layers in ([], ["a"])]
     page = report.to_html(tmp_path / "page.html")
+    assert "Earlier run 1, which made the model smaller: settings" in visible(page)
+    assert "Earlier run 2, of 1 layers: settings" in visible(page)
     assert "0 layers pruned" not in visible(page)
     for text in ("num_experts 3 -&gt; 2", "<dd>66.7%</dd>", "<dd>75.0%</dd>", "0.5000 \N{RIGHTWARDS ARROW} 0.1250"):
         assert text in visible(page)
