@@ -157,3 +157,11 @@ def test_an_evaluation_stays_with_the_report(llama, tmp_path):
     assert mts.report(llama).text().endswith(" tokens")
     again = mts.sparsify(mts.load(tmp_path / "sparse"), "magnitude", pattern="1:4", progress=False)
     assert mts.report(again).evaluation is None, "it was measured before this run"
+
+
+def test_the_time_of_blocks_is_split_for_a_first_run_alone():
+    """The layers of a later one are in part those of runs before it, whose seconds are in no part of its own."""
+    report = mts.Report(seconds={"dense run": 1.0, "blocks": 4.0})
+    assert report.time_by_part() == {"dense run": 1.0, "forwards and statistics": 4.0}
+    report.earlier = [{"layers": ["a"], "notes": [], "settings": {}}]
+    assert report.time_by_part() == {"dense run": 1.0, "blocks": 4.0}
