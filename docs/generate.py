@@ -1,4 +1,4 @@
-"""Writes options.md and cli-reference.md from what declares the options: python docs/generate.py"""
+"""Writes options.md, cli-reference.md and report.md from what declares them: python docs/generate.py"""
 
 import inspect
 import re
@@ -10,6 +10,9 @@ import typer
 
 import modelopt_sparse as mts
 from modelopt_sparse.cli.commands import app
+from modelopt_sparse.reports.evaluate import Evaluation
+from modelopt_sparse.reports.report import Report
+from modelopt_sparse.reports.values import BlockReport, Distilled, LayerReport, Shrunk, Skipped, StepReport
 
 NOTE = "<!-- written by docs/generate.py; edit the docstrings or the command line's help instead -->\n"
 OPTIONS = f"""# Options
@@ -23,6 +26,13 @@ CLI = f"""# Commands and flags
 {NOTE}
 After this page you know every flag of `modelopt-sparse`. Examples and what lies around it: [command line](cli.md).
 """
+REPORT = f"""# What a report holds
+
+{NOTE}
+After this page you can read `mts.report(model)` field by field. As JSON (`as_dict()`, `to_json`, and the key `report`
+of [`sparsity.json`](format.md#sparsityjson)) each of these is an object, None is null, and `a -> b` an object with b by
+the name a.
+"""
 MORE = {  # group of SparsifyConfig's docstring -> where to read on
     "What to prune": "[plan and rules](plan-and-rules.md), [masks of your own](accuracy.md#masks-of-your-own)",
     "Calibration data": "[data](data.md), [calibration](calibration.md), [experts](experts.md)",
@@ -34,7 +44,7 @@ MORE = {  # group of SparsifyConfig's docstring -> where to read on
 
 def entries(text: str) -> dict[str, str]:
     """The lines "name: meaning" of a docstring; a meaning may go on in lines that are indented further."""
-    found = re.findall(r"^( *)([a-z_0-9]+): (.*(?:\n\1 +\S.*)*)", text, re.MULTILINE)
+    found = re.findall(r"^( *)([a-z_0-9]+(?:, [a-z_0-9]+)*): (.*(?:\n\1 +\S.*)*)", text, re.MULTILINE)
     return {name: " ".join(meaning.split()).replace("``", "`").replace("|", "\\|") for _, name, meaning in found}
 
 
@@ -51,6 +61,19 @@ def options_page() -> str:
     for name in ("reconstruct", "distill"):
         keys = getattr(mts.SparsifyConfig(**{name: True}), name)
         page += f"\n## Keys of {name}\n\n{rows(keys, entries(inspect.getdoc(keys) or ''))}"
+    return page
+
+
+def report_page() -> str:
+    page = REPORT
+    for kind in (Report, LayerReport, StepReport, BlockReport, Skipped, Distilled, Evaluation, Shrunk):
+        text = inspect.getdoc(kind) or ""
+        meanings = entries(text)
+        assert ", ".join(meanings).split(", ") == [item.name for item in fields(kind)], f"{kind.__name__}: its fields"
+        lines = [f"| `{names.replace(', ', '`, `')}` | {meaning} |" for names, meaning in meanings.items()]
+        table = "\n".join(["| field | meaning |", "| --- | --- |", *lines])
+        head = " ".join(text.partition("\n\n")[0].split()).replace("``", "`")
+        page += f"\n## {kind.__name__}\n\n{head}\n\n{table}\n"
     return page
 
 
@@ -72,7 +95,7 @@ def cli_page() -> str:
     return page
 
 
-PAGES = {"options.md": options_page, "cli-reference.md": cli_page}
+PAGES = {"options.md": options_page, "cli-reference.md": cli_page, "report.md": report_page}
 
 if __name__ == "__main__":
     for file, made in PAGES.items():

@@ -18,6 +18,7 @@ class Evaluation(Printed):
     kl: the mean of KL(reference || model) over all predictions, in nats, unless ``divergence`` names another; None
       without a reference.
     windows, seq_len: how many windows were evaluated, and how many tokens each has; of batches samples, and None.
+    divergence: the name of what ``kl`` is; not in JSON if it is KL.
     """
 
     perplexity: float | None

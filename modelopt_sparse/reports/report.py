@@ -38,15 +38,25 @@ class Report(Printed):
     """Everything `sparsify` did to a model. ``print`` shows it with equal rows folded, ``text(all_rows=True)`` all
     rows; ``as_dict`` and ``to_json`` are for machines.
 
-    layers, blocks, skipped: the layers that were pruned, the blocks that were tuned, the weights that stay dense.
-    notes, settings, calibration, versions: those of the last run.
-    earlier: the same of the runs before it, each with the names of its layers that still stand; none of a shrink.
-    distillation: what distilling the whole model did, or None.
+    layers: a `LayerReport` for each layer that was pruned.
+    blocks: a `BlockReport` for each block, or part of one, that was tuned.
+    skipped: the weights that stay dense (`Skipped`).
+    notes: what did not go the usual way in the last run, as sentences.
+    settings: ``sequential``, ``enforce``, ``seed``, ``count_padding``, ``min_tokens``, ``experts``, ``memory_limit``,
+      the options of accuracy, and those of text where text was used.
+    calibration: its ``calls`` of the model, ``sha256`` of the data that they were given, and its ``source`` (a file's
+      name without its folder); empty if no data was needed.
+    versions: of this library, torch, transformers, accelerate, safetensors and Python at the time of the last run.
+    earlier: notes, settings, calibration and versions of each run before it, with the names of its ``layers`` that
+      still stand; none of a shrink.
+    distillation: what distilling the whole model did (`Distilled`), or None.
     peak_memory: device -> the most bytes that the process of the last run held there in its life.
-    seconds: part of the last run -> how long it took, by the clock.
-    evaluation: what `evaluate` said of the model after the last run, if it was put there.
-    tasks: the same of lm-evaluation-harness: the ``results`` in the JSON that it writes.
-    shrunk: what `shrink` took away before, or None.
+    seconds: part of the last run -> how long it took, by the clock: ``calibration data`` (text of the model's own too),
+      ``dense run``, ``budget``, ``metrics``, ``dense predictions``, ``blocks``, of which ``permutation``,
+      ``distillation``.
+    evaluation: the `Evaluation` of the model after the last run, if it was put there.
+    tasks: scores on tasks after it, if they were put there: the ``results`` in the JSON of lm-evaluation-harness.
+    shrunk: what `shrink` took away before (`Shrunk`), or None; in JSON the key is only there if it did.
     """
 
     layers: list[LayerReport] = field(default_factory=list)

@@ -24,7 +24,13 @@ def in_words(name: str | None) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class Skipped:
-    """A weight that stays dense: its name, the class of its module, its shape, and the reason."""
+    """A weight that stays dense.
+
+    name: of the module, or of the parameter where no module of its own holds it.
+    type: class of the module.
+    shape: of the weight.
+    reason: why it stays.
+    """
 
     name: str
     type: str
@@ -38,7 +44,12 @@ class Skipped:
 
 @dataclass(frozen=True)
 class StepReport:
-    """One part of a layer's recipe (the method, or what followed it): the error after it, and the time it took."""
+    """One part of a layer's recipe.
+
+    step: the method, or what followed it.
+    error: the one that it left; None if none was measured.
+    seconds: how long it took.
+    """
 
     step: str
     error: float | None
@@ -54,8 +65,23 @@ class StepReport:
 class LayerReport:
     """One pruned layer.
 
-    error: the relative squared error of its output after the last of ``steps``, measured with ``error_from``; None if
-      the method measures none. Reconstruction comes later, and has an error of its own for each block.
+    name: of the layer.
+    parameter: full name of its parameter.
+    type: class of the module.
+    shape: [R, C] or [E, R, C], as a matrix.
+    recipe: what was done, for example "sparsegpt+polish+reconstruct".
+    pattern: for example "2:4" or "50% per row".
+    options: the method's options, defaults included.
+    zeros: entries pruned.
+    size: entries in all.
+    error: relative squared error of its output after the last of ``steps``; None if the method measures none.
+      Reconstruction comes later, and has an error of its own for each block.
+    error_from: what it was measured with: "gram" (exactly), "square_sums" (the input's channels taken as uncorrelated)
+      or "weights" (its channels taken as equal, too).
+    tokens: calibration tokens that the layer saw.
+    seconds: time to solve it.
+    notes: what did not go the usual way, such as raised damping.
+    steps: the method and what followed it.
     expert_tokens: the tokens that were routed to each expert of a mixture; empty for all other layers.
     """
 
@@ -91,8 +117,11 @@ class LayerReport:
 class BlockReport:
     """One tuned block, or part of it.
 
+    name: of the block, or of its child.
     error_before, error_after: relative squared errors of its output, on the calibration batches that were held back.
-    epoch: the epoch whose values were chosen; 0: those from before.
+    epoch: the epoch whose values were kept; 0: those from before.
+    seconds: time to tune it.
+    notes: what did not go the usual way.
     way: the learning rate, whether masks moved, and in which metric errors were measured.
     """
 
@@ -111,7 +140,9 @@ class Distilled:
 
     kl_before, kl_after: the divergence from the dense model's output, on the calibration batches that were held back:
       KL in nats, unless the settings name another.
-    epoch: the epoch whose values were chosen; 0: those from before.
+    epoch: the epoch whose values were kept; 0: those from before.
+    seconds: time that it took.
+    notes: what did not go the usual way.
     """
 
     kl_before: float
@@ -126,6 +157,7 @@ class Shrunk:
     """What a model was made smaller by.
 
     sizes: name in the config -> [before, after].
+    criterion: what channels or experts were chosen by; "given" by ``kept=``.
     kept: "mlp": layer that takes the channels, by its name before -> the indices of those that stay; "experts": layer
       of a mixture's last matrices -> the experts that stay; "blocks": stack -> the places of the blocks that stay.
     scores: layer -> the score of each of its channels or experts by ``criterion``, larger = keep.
