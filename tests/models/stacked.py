@@ -285,6 +285,8 @@ class Convolving(Block):
 
 
 class ConvolvingModel(Stacked):
+    kind = Convolving
+
     def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         return super().forward(x)
 
