@@ -11,10 +11,8 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, ViTConfig, ViTForImage
 from transformers.modeling_outputs import CausalLMOutput
 
 import modelopt_sparse as mts
-from modelopt_sparse.accuracy import distill as distillation
-from modelopt_sparse.accuracy import fisher as recompute
-from modelopt_sparse.accuracy import tuning
-from modelopt_sparse.accuracy.distill import Teacher
+from modelopt_sparse.accuracy import fisher, tuning
+from modelopt_sparse.accuracy.distill import Teacher, distill_from
 from modelopt_sparse.accuracy.tuning import TunedWeights, learning_rates, schedule
 from modelopt_sparse.calibration.data import Call, split_steps
 from modelopt_sparse.distributed import Processes
@@ -151,6 +149,7 @@ def test_never_worse_on_what_is_held_back(options, data):
     assert after <= before
     assert report.kl_before == pytest.approx(before, rel=1e-4, abs=1e-6)
     assert report.kl_after == pytest.approx(after, rel=1e-4, abs=1e-6)
+    assert all(torch.isfinite(p).all() for p in model.parameters())
     if report.epoch == 0:
         assert_same_state(model, state_of(without))
 
@@ -174,11 +173,6 @@ def test_the_values_of_the_best_epoch_are_kept(judged, best):
     assert found[:2] == ([1.0, *judged][best], best)
     assert torch.equal(parameter, at_the_end[best])
     assert not any(torch.equal(a, b) for a, b in itertools.pairwise(at_the_end))
-
-
-def test_a_step_that_leaves_the_numbers_ends_it():
-    model = sparsified(distill={"learning_rate": 10, "epochs": 3}, data_loader=[b * 0 + 5 for b in token_batches(4)])
-    assert all(torch.isfinite(p).all() for p in model.parameters())
 
 
 def test_padding_does_not_count():
@@ -216,24 +210,19 @@ def test_a_head_that_is_pruned_is_no_teacher():
 
 # models -------------------------------------------------------------------------------------------------------------
 
+SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES["initializer_range"] = 0.3
+
 
 def soft_capped():
     torch.manual_seed(0)
-    config = Gemma2Config(
-        vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, final_logit_softcapping=2.0, max_position_embeddings=64,
-        initializer_range=0.3, pad_token_id=0, eos_token_id=1, bos_token_id=2,
-    )  # fmt: skip
+    config = Gemma2Config(vocab_size=97, num_key_value_heads=2, head_dim=8, final_logit_softcapping=2.0, **SIZES)
     return Gemma2ForCausalLM(config).eval()
 
 
 def vision():
     torch.manual_seed(0)
-    config = ViTConfig(
-        image_size=16, patch_size=8, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_labels=5, initializer_range=0.3,
-    )  # fmt: skip
-    return ViTForImageClassification(config).eval()
+    return ViTForImageClassification(ViTConfig(image_size=16, patch_size=8, num_labels=5, **SIZES)).eval()
 
 
 def encoder_decoder():
@@ -251,11 +240,21 @@ def images():
     return [{"pixel_values": torch.randn(4, 3, 16, 16, generator=random)} for _ in range(4)]
 
 
+def texts():
+    return [{"input_ids": ids} for ids in token_batches(4)]
+
+
 MODELS = {
-    "logits that are capped": (soft_capped, lambda: [{"input_ids": ids} for ids in token_batches(4)]),
+    "logits that are capped": (soft_capped, texts),
     "encoder and decoder": (encoder_decoder, pairs),
     "a classifier of images": (vision, images),
-    "experts": (tiny_mixtral, lambda: [{"input_ids": ids} for ids in token_batches(4)]),
+    "experts": (tiny_mixtral, texts),
+}
+CLOSER = {
+    **MODELS,
+    "bfloat16": (lambda: tiny_llama().bfloat16(), lambda: texts() * 2),
+    "float16": (lambda: tiny_llama().half(), lambda: texts() * 2),
+    "magnitude, which needs no data": (tiny_llama, texts),
 }
 
 
@@ -276,23 +275,17 @@ def test_the_teacher_predicts_what_the_dense_model_did(name):
             torch.testing.assert_close(sparse, logits_of(changed, **batch))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", CLOSER)
 def test_models_come_closer(name):
-    build, data = MODELS[name]
-    model = sparsified(build(), data_loader=data() * 3)
+    build, data = CLOSER[name]
+    method, (dtype,) = "magnitude" if "magnitude" in name else "wanda", {p.dtype for p in build().parameters()}
+    model = sparsified(build(), method, data_loader=data() * 3)
     report = mts.report(model).distillation
     assert report.kl_after < report.kl_before
-    mts.verify(model, "2:4")
-    assert {layer.recipe for layer in mts.report(model).layers} == {"wanda+distill"}
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision(dtype):
-    model = sparsified(tiny_llama().to(dtype), data_loader=token_batches(24))
-    report = mts.report(model).distillation
-    assert report.kl_after < report.kl_before
+    assert not math.isnan(report.seconds)
     assert {p.dtype for p in model.parameters()} == {dtype}
     mts.verify(model, "2:4")
+    assert {layer.recipe for layer in mts.report(model).layers} == {f"{method}+distill"}
 
 
 # how it leaves things -----------------------------------------------------------------------------------------------
@@ -331,8 +324,8 @@ def test_an_interruption_leaves_the_best_values_so_far(monkeypatch, stopped_in):
 
 def test_blocks_keep_no_activations(monkeypatch):
     """Each runs twice for each batch, and once more in the backward pass, in the opposite order."""
-    calls, real = [], recompute._Onloaded.leave_for
-    monkeypatch.setattr(recompute._Onloaded, "leave_for", lambda self, block: calls.append(block) or real(self, block))
+    calls, real = [], fisher._Onloaded.leave_for
+    monkeypatch.setattr(fisher._Onloaded, "leave_for", lambda self, block: calls.append(block) or real(self, block))
     model = sparsified(distill=1)
     blocks = list(model.model.layers)
     assert calls == [*blocks, *reversed(blocks)] * (2 * BATCHES - 4)
@@ -341,17 +334,15 @@ def test_blocks_keep_no_activations(monkeypatch):
 
 def test_gradients_are_gone_when_the_next_block_has_its_own(monkeypatch):
     """Of a model with many blocks no more than one block's gradients are there at a time."""
-    model = tiny_llama(num_hidden_layers=6)
-    most, real = 0, tuning.TunedWeight.pop_gradient
+    model, sizes, real = tiny_llama(num_hidden_layers=6), [], tuning.TunedWeight.pop_gradient
 
     def taken(weight):
-        nonlocal most
-        most = max(most, sum(p.grad.numel() for p in model.parameters() if p.grad is not None))
+        sizes.append(sum(p.grad.numel() for p in model.parameters() if p.grad is not None))
         return real(weight)
 
     monkeypatch.setattr(tuning.TunedWeight, "pop_gradient", taken)
     sparsified(model, distill=1)
-    assert 0 < most <= sum(p.numel() for p in model.model.layers[0].parameters())
+    assert 0 < max(sizes) <= sum(p.numel() for p in model.model.layers[0].parameters())
 
 
 # report, plan, refusals ---------------------------------------------------------------------------------------------
@@ -416,10 +407,11 @@ def test_options_that_are_refused(options, words):
 
 
 def test_what_is_refused(tmp_path):
-    message = refused(
-        sparsified, TwoOutputs(tiny_llama().config).eval(), parts=["no logits but 'last_hidden_state'", "'pooled'"]
-    )
-    assert "batch 0" not in message
+    model, calls = TwoOutputs(tiny_llama().config).eval(), []
+    model.register_forward_hook(lambda *_: calls.append(1))
+    parts = ["no logits but 'last_hidden_state'", "'pooled'", "give output=, a name"]
+    assert "batch 0" not in refused(sparsified, model, parts=parts)
+    assert len(calls) == 1
     centred = tiny_llama()
     centred.__class__ = Centred
     refused(sparsified, centred, parts=["distill: the output head puts out something else beside other samples"])
@@ -442,13 +434,6 @@ def test_a_head_may_round_otherwise_for_more_rows():
     assert mts.report(sparsified(model, data_loader=token_batches(4))).distillation is not None
 
 
-def test_a_method_without_data_can_be_distilled():
-    model = sparsified(method="magnitude")
-    report = mts.report(model).distillation
-    assert report.kl_after < report.kl_before
-    assert not math.isnan(report.seconds)
-
-
 @pytest.mark.parametrize("moments", ["float32", "bfloat16"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_plan_bounds_what_it_takes(dtype, moments):
@@ -462,7 +447,7 @@ def test_the_plan_bounds_what_it_takes(dtype, moments):
     with calibrating(model):
         teacher = Teacher.of(calibration)
         with LiveBytes(*model.parameters(), *model.buffers()) as live:
-            distillation.distill_from(teacher, run)
+            distill_from(teacher, run)
     stated = plan.memory["distillation"] + plan.memory["distillation_on_the_host"]
     assert stated / 2 < live.peak < 1.1 * stated
     whole = sum(layer.size for layer in plan.layers) * (12 if moments == "float32" else 8)
@@ -498,26 +483,20 @@ def test_units_are_rows_of_a_batch_and_know_their_step():
     assert torch.equal(torch.cat([each.args[0] for each in found[:3]]), first.args[0])
 
 
-@pytest.mark.parametrize("why", ["no logits but", "enforce=False", "a forward_loop"])
-def test_quality_max_leaves_out_what_the_model_cannot_have(why):
-    """The report says so; asked for by name, it is an error after one call of the model."""
-    model, batches = TwoOutputs(tiny_llama().config), token_batches(4)
-    options = {"data_loader": batches, "quality": "max", "pattern": "2:4", "reconstruct": 1, "progress": False}
-    if why == "enforce=False":
-        options["enforce"] = False
-    if why == "a forward_loop":
-        options |= {"data_loader": None, "forward_loop": lambda model: [model(batch) for batch in batches]}
-    mts.sparsify(model, None, **options)
+@pytest.mark.parametrize(
+    ("why", "more"),
+    [
+        ("no logits but", {"data_loader": token_batches(4)}),
+        ("enforce=False", {"data_loader": token_batches(4), "enforce": False}),
+        ("a forward_loop", {"forward_loop": lambda model: [model(batch) for batch in token_batches(4)]}),
+    ],
+)
+def test_quality_max_leaves_out_what_the_model_cannot_have(why, more):
+    """The report says so; asked for by name, it is an error."""
+    model = TwoOutputs(tiny_llama().config)
+    mts.sparsify(model, None, quality="max", pattern="2:4", reconstruct=1, progress=False, **more)
     report = mts.report(model)
     assert [note for note in report.notes if note.startswith("no distillation: ") and why in note]
     assert report.distillation is None
     assert report.settings["distill"] is None
     assert not any("distill" in layer.recipe for layer in report.layers)
-
-
-def test_distill_by_name_is_refused_after_one_call():
-    model, calls = TwoOutputs(tiny_llama().config), []
-    model.register_forward_hook(lambda *_: calls.append(1))
-    with pytest.raises(ValueError, match=r"no logits but .*: give output=, a name"):
-        mts.sparsify(model, "wanda", data_loader=token_batches(4), distill=True, progress=False)
-    assert len(calls) == 1
