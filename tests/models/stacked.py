@@ -515,24 +515,18 @@ class Autocast(Stacked):
 
 
 class Inference(Stacked):
-    @torch.inference_mode()
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x)
+    forward = torch.inference_mode()(Stacked.forward)
 
 
 class WithGradients(Stacked):
-    @torch.enable_grad()
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x)
+    forward = torch.enable_grad()(Stacked.forward)
 
 
 # what they do not -----------------------------------------------------------------------------------------------------
 
 
 class NoGrad(Stacked):
-    @torch.no_grad()
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x)
+    forward = torch.no_grad()(Stacked.forward)
 
 
 class Checkpointed(Stacked):
