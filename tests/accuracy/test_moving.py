@@ -136,14 +136,26 @@ def test_how_weights_and_gradients_lie_in_memory_changes_no_step():
         assert_bits(other, stepped[0])
 
 
-@pytest.mark.parametrize("enforce", [True, False])
-def test_masks_move_and_hold_their_pattern(enforce):
-    options = {"enforce": enforce, "data_loader": token_batches(BATCHES), "reconstruct": {**MOVE, "epochs": 4}}
-    frozen = sparsified(**{**options, "reconstruct": 4})
-    model = sparsified(**options)
-    mts.verify(model, "2:4")
+@pytest.mark.parametrize(
+    ("pattern", "enforce"),
+    [
+        (mts.NM(2, 4), True),
+        (mts.NM(2, 4), False),
+        (mts.Unstructured(0.6, "row"), True),
+        (mts.Unstructured(0.6, "matrix"), True),
+    ],
+    ids=str,
+)
+def test_masks_move_and_hold_their_pattern(pattern, enforce):
+    options = {"pattern": pattern, "enforce": enforce}
+    model, frozen = sparsified(reconstruct={**MOVE, "epochs": 4}, **options), sparsified(reconstruct=4, **options)
+    mts.verify(model, pattern)
     kept, others = ({n: p != 0 for n, p in each.named_parameters() if "proj" in n} for each in (model, frozen))
     assert any(not torch.equal(kept[name], others[name]) for name in kept)
+    for name, mask in kept.items():
+        assert mask.sum() == others[name].sum()
+        if pattern == mts.Unstructured(0.6, "row"):
+            assert torch.equal(mask.sum(-1), others[name].sum(-1))
     for name, mask in mts.named_masks(model):
         assert_bits(mask, kept[name])
     shares = []
@@ -163,19 +175,6 @@ def test_a_method_that_looks_at_no_inputs_keeps_its_masks():
 
 def test_a_rerun_has_the_same_bits():
     assert_same_state(sparsified(), state_of(sparsified()))
-
-
-@pytest.mark.parametrize("pattern", [mts.Unstructured(0.6, "row"), mts.Unstructured(0.6, "matrix")])
-def test_unstructured_masks_move_and_hold_their_level(pattern):
-    options = {"pattern": pattern, "data_loader": token_batches(BATCHES)}
-    model, frozen = sparsified(reconstruct={**MOVE, "epochs": 4}, **options), sparsified(reconstruct=4, **options)
-    mts.verify(model, pattern)
-    others = dict(mts.named_masks(frozen))
-    assert any(not torch.equal(mask, others[name]) for name, mask in mts.named_masks(model))
-    for name, mask in mts.named_masks(model):
-        assert mask.sum() == others[name].sum()
-        if pattern.scope == "row":
-            assert torch.equal(mask.sum(-1), others[name].sum(-1))
 
 
 @pytest.mark.parametrize(("own_text", "masks"), [(0, "frozen"), (12, "move")])

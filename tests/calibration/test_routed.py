@@ -59,12 +59,8 @@ def test_experts_none_of_which_is_given_rows_saw_no_data():
         def forward(self, x: Tensor) -> Tensor:
             return Block.forward(self, x)
 
-    refused(
-        mts.sparsify,
-        Stacked(blocks=1, block=Idle),
-        match="2 layers saw no calibration data: blocks.0.experts.0; blocks.0.experts.1:",
-        data_loader=vectors(),
-    )
+    match = "2 layers saw no calibration data: blocks.0.experts.0; blocks.0.experts.1:"
+    refused(mts.sparsify, Stacked(blocks=1, block=Idle), match=match, data_loader=vectors())
 
 
 def test_all_tokens_of_experts_in_a_list_cannot_be_told():

@@ -141,11 +141,3 @@ def test_whatever_gradient_mode_the_caller_is_in(mode, from_tensors):
         assert_same(collected(model, data_loader=token_batches()), from_tensors)
     assert len(mts.verify(model, "2:4").layers) == 14
     assert all(parameter.requires_grad and parameter.grad is None for parameter in model.parameters())
-
-
-def test_random_numbers_are_left_alone():
-    """Calibration draws none from the global generator."""
-    model, data = tiny_llama(), token_batches()
-    state = torch.random.get_rng_state()
-    mts.sparsify(model, data_loader=data, progress=False)
-    assert torch.equal(torch.random.get_rng_state(), state)

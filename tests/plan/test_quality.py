@@ -12,15 +12,8 @@ from modelopt_sparse.methods import METHODS
 from modelopt_sparse.methods.patterns import NM, parse_pattern
 from modelopt_sparse.plan.options import QUALITIES, Distill, Reconstruct
 from modelopt_sparse.plan.planner import resolve
-from tests.helpers import (
-    assert_bits,
-    assert_same_masks,
-    assert_same_state,
-    refused,
-    state_of,
-    tiny_llama,
-    token_batches,
-)
+from tests import helpers
+from tests.helpers import assert_same_masks, assert_same_state, refused, state_of, tiny_llama, token_batches
 
 OFF = {"self_data": 0, "permute": False, "update": True, "polish": 0, "reconstruct": None, "distill": None}
 PATTERNS = ["2:4", "50%"]
@@ -125,7 +118,7 @@ def test_update_false_keeps_the_mask_and_the_dense_values():
     masks_only = sparsified("sparsegpt", sequential="none", update=False)
     assert_same_masks(masks_only, compensated)
     for name, mask in mts.named_masks(masks_only):
-        assert_bits(masks_only.get_parameter(name).detach(), dense.get_parameter(name).detach() * mask + 0.0)
+        helpers.assert_bits(masks_only.get_parameter(name).detach(), dense.get_parameter(name).detach() * mask + 0.0)
     assert {layer.recipe for layer in mts.report(masks_only).layers} == {"sparsegpt+dense-values"}
     assert {layer.recipe for layer in mts.report(sparsified("wanda", update=False)).layers} == {"wanda"}
 

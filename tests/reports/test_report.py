@@ -13,11 +13,7 @@ from modelopt_sparse.reports.page import cost_of
 from tests.helpers import tiny_llama, token_batches
 from tests.oracles import reference
 
-RULES = {
-    "*o_proj": {"method": "wanda"},
-    "*.down_proj": {"method": "magnitude"},
-    "model.layers.1.*": {"method": "ria"},
-}
+RULES = {"*o_proj": {"method": "wanda"}, "*.down_proj": {"method": "magnitude"}, "*.layers.1.*": {"method": "ria"}}
 
 
 def inputs_of(model: torch.nn.Module, names: list[str], batches: list[Tensor]) -> dict[str, Tensor]:
