@@ -136,16 +136,15 @@ def test_how_weights_and_gradients_lie_in_memory_changes_no_step():
         assert_bits(other, stepped[0])
 
 
-@pytest.mark.parametrize(
-    ("pattern", "enforce"),
-    [
-        (mts.NM(2, 4), True),
-        (mts.NM(2, 4), False),
-        (mts.Unstructured(0.6, "row"), True),
-        (mts.Unstructured(0.6, "matrix"), True),
-    ],
-    ids=str,
-)
+MOVES = [
+    (mts.NM(2, 4), True),
+    (mts.NM(2, 4), False),
+    (mts.Unstructured(0.6, "row"), True),
+    (mts.Unstructured(0.6, "matrix"), True),
+]
+
+
+@pytest.mark.parametrize(("pattern", "enforce"), MOVES, ids=str)
 def test_masks_move_and_hold_their_pattern(pattern, enforce):
     options = {"pattern": pattern, "enforce": enforce}
     model, frozen = sparsified(reconstruct={**MOVE, "epochs": 4}, **options), sparsified(reconstruct=4, **options)

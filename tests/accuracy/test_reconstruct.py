@@ -342,35 +342,35 @@ def test_ways_to_ask_for_it():
     assert asked(7) == asked({"epochs": 7}) == asked(Reconstruct(epochs=7))
 
 
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        (0.5, "give True, False, a number of epochs, or a mapping"),
-        (Distill(), "give True, False, a number of epochs, or a mapping"),
-        ({"epoch": 3}, "option 'epoch' is not known, did you mean 'epochs'"),
-        ({"epochs": 0}, "epochs=0: must be a positive whole number"),
-        ({"epochs": [4, 0]}, "epochs=0: must be a positive whole number"),
-        ({"epochs": [4]}, r"epochs=\[4\]: must be a positive whole number"),
-        ({"learning_rate": 20}, r"learning_rate=20: must be a number in \(0, 10\]"),
-        ({"learning_rate": "fast"}, r"learning_rate='fast': must be a number in \(0, 10\]"),
-        ({"masks": "both"}, "masks='both': allowed are 'frozen', 'move', 'auto'"),
-        ({"norms_and_biases": 1}, "norms_and_biases=1: must be True or False"),
-    ],
-)
+SENSELESS = [
+    (0.5, "give True, False, a number of epochs, or a mapping"),
+    (Distill(), "give True, False, a number of epochs, or a mapping"),
+    ({"epoch": 3}, "option 'epoch' is not known, did you mean 'epochs'"),
+    ({"epochs": 0}, "epochs=0: must be a positive whole number"),
+    ({"epochs": [4, 0]}, "epochs=0: must be a positive whole number"),
+    ({"epochs": [4]}, r"epochs=\[4\]: must be a positive whole number"),
+    ({"learning_rate": 20}, r"learning_rate=20: must be a number in \(0, 10\]"),
+    ({"learning_rate": "fast"}, r"learning_rate='fast': must be a number in \(0, 10\]"),
+    ({"masks": "both"}, "masks='both': allowed are 'frozen', 'move', 'auto'"),
+    ({"norms_and_biases": 1}, "norms_and_biases=1: must be True or False"),
+]
+
+
+@pytest.mark.parametrize(("value", "message"), SENSELESS)
 def test_settings_that_make_no_sense(value, message):
     with pytest.raises((TypeError, ValueError), match=message):
         mts.make_plan(tiny_llama(), "wanda", reconstruct=value)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"sequential": "none"}, "on what the sparse blocks before it put out"),
-        ({"update": False}, "update=False keeps the dense values, which reconstruct would change"),
-        ({"data_loader": token_batches(1, batch=1)}, "needs two calibration batches"),
-        ({"data_loader": None}, r"'magnitude\+reconstruct' needs calibration data"),
-    ],
-)
+CANNOT_WORK = [
+    ({"sequential": "none"}, "on what the sparse blocks before it put out"),
+    ({"update": False}, "update=False keeps the dense values, which reconstruct would change"),
+    ({"data_loader": token_batches(1, batch=1)}, "needs two calibration batches"),
+    ({"data_loader": None}, r"'magnitude\+reconstruct' needs calibration data"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), CANNOT_WORK)
 def test_what_cannot_work_is_refused_before_any_work(options, message):
     data = {"data_loader": token_batches(BATCHES), "reconstruct": True}
     refused(mts.sparsify, tiny_llama(), "magnitude", match=message, **{**data, **options})

@@ -218,24 +218,23 @@ def unknown(x: Tensor, place: int = 0) -> Unknown:
     return Unknown(x.to("meta"), x.device, {(place, 0)}, need)
 
 
-@pytest.mark.parametrize(
-    "looks",
-    [
-        lambda x: x.sum().item(),
-        lambda x: bool(x.any()),
-        lambda x: torch.zeros(3, 4).add_(x),
-        lambda x: torch.zeros(3, 4).index_put_((torch.tensor([0]),), x[:1]),
-        lambda x: torch.ones(3, 4)[x > 0],
-        lambda x: torch.where(x > 0)[0],
-        lambda x: x.nonzero(),
-        lambda x: torch.equal(x, torch.ones(3, 4)),
-        lambda x: torch.nan_to_num(x).tolist(),
-        lambda x: x.unique(),
-        lambda x: torch.ones(3, 4).masked_fill_(x > 0, 1),
-        lambda x: torch.ops.modelopt_sparse_tests.count(x),
-    ],
-    ids=range(12),
-)
+LOOKS = [
+    lambda x: x.sum().item(),
+    lambda x: bool(x.any()),
+    lambda x: torch.zeros(3, 4).add_(x),
+    lambda x: torch.zeros(3, 4).index_put_((torch.tensor([0]),), x[:1]),
+    lambda x: torch.ones(3, 4)[x > 0],
+    lambda x: torch.where(x > 0)[0],
+    lambda x: x.nonzero(),
+    lambda x: torch.equal(x, torch.ones(3, 4)),
+    lambda x: torch.nan_to_num(x).tolist(),
+    lambda x: x.unique(),
+    lambda x: torch.ones(3, 4).masked_fill_(x > 0, 1),
+    lambda x: torch.ops.modelopt_sparse_tests.count(x),
+]
+
+
+@pytest.mark.parametrize("looks", LOOKS, ids=range(12))
 def test_whatever_looks_at_a_value_that_is_not_known_is_refused(looks):
     with pytest.raises((Needed, RuntimeError)), torch.no_grad():  # of an error, runs make `Needed` as well
         looks(unknown(torch.ones(3, 4)))

@@ -79,13 +79,16 @@ def mamba() -> nn.Module:
     return hf.MambaForCausalLM(config)
 
 
+@pytest.mark.parametrize("batch", [own_text.BATCH, 2])
 @pytest.mark.parametrize("build", [tiny_llama, mamba])
-def test_windows_are_what_the_model_says_token_by_token(build):
+def test_windows_are_what_the_model_says_token_by_token(build, batch, monkeypatch):
+    """Each depends on its number and the seed alone."""
+    monkeypatch.setattr(own_text, "BATCH", batch)
     model = build().eval()
     with torch.no_grad():
-        windows = windows_of(model, ROWS, 3, LENGTH, seed=3)
-    assert windows.shape == (3, LENGTH)
-    assert windows.tolist() == [written_slowly(model, ROWS, i, LENGTH, 3) for i in range(3)]
+        windows = windows_of(model, ROWS, 5, LENGTH, seed=3).tolist()
+    assert windows == [written_slowly(model, ROWS, i, LENGTH, 3) for i in range(5)]
+    assert len({*map(tuple, windows)}) == 5
 
 
 def masked_bert() -> nn.Module:
@@ -158,17 +161,18 @@ def test_labels_of_tokens_are_joined_with_them():
         assert not torch.equal(call.kwargs["labels"], TOKENS)
 
 
+UNJOINED = [
+    [(torch.rand(4, 6),)],
+    [(TOKENS, torch.rand(4, 6, 2))],
+    [(TOKENS, torch.arange(4))],
+    [(TOKENS, TOKENS[:2])],
+    [(TOKENS,), (TOKENS[:1, :5],)],
+    [(3,)],
+]
+
+
 @pytest.mark.parametrize(
-    "arguments",
-    [
-        [(torch.rand(4, 6),)],
-        [(TOKENS, torch.rand(4, 6, 2))],
-        [(TOKENS, torch.arange(4))],
-        [(TOKENS, TOKENS[:2])],
-        [(TOKENS,), (TOKENS[:1, :5],)],
-        [(3,)],
-    ],
-    ids=["features", "images", "a number each", "other rows", "none as long", "no tensor"],
+    "arguments", UNJOINED, ids=["features", "images", "a number each", "other rows", "none as long", "no tensor"]
 )
 def test_nothing_is_joined_of_other_data(arguments):
     assert joined([Call(args, {}) for args in arguments], 0, 3, 0) == []
@@ -204,16 +208,6 @@ def test_draws_follow_the_distribution():
     torch.testing.assert_close(shares, logits.softmax(-1), atol=1e-4, rtol=0)
     edge = drawn(logits.repeat(2, 1), torch.tensor([0.0, 1.0 - 2**-53], dtype=torch.float64))
     assert edge.tolist() == [0, 3], "a token without probability is never drawn"
-
-
-def test_a_window_depends_on_its_number_alone(monkeypatch):
-    model = tiny_llama().eval()
-    windows = windows_of(model, ROWS, 7, LENGTH, seed=1)
-    assert torch.equal(windows_of(model, ROWS, 3, LENGTH, seed=1), windows[:3])
-    monkeypatch.setattr(own_text, "BATCH", 2)
-    assert torch.equal(windows_of(model, ROWS, 7, LENGTH, seed=1), windows)
-    assert not torch.equal(windows_of(model, ROWS, 7, LENGTH, seed=2), windows)
-    assert len({tuple(window) for window in windows.tolist()}) == 7
 
 
 class Ranks(Processes):
@@ -335,16 +329,16 @@ def loop(model):
 EMBEDS = {"data_loader": [{"inputs_embeds": torch.ones(2, 8, 32)}]}
 
 
-@pytest.mark.parametrize(
-    ("build", "word", "options", "why"),
-    [
-        (one_linear, "auto", {"data_loader": [torch.ones(2, 8)]}, "a Sequential is no causal or masked language model"),
-        (tiny_llama, "auto", {"forward_loop": loop}, "a forward_loop calls it, and no prompts are known"),
-        (masked_bert, "masked", {"forward_loop": loop}, "a forward_loop calls it, and no prompts are known"),
-        (tiny_llama, "auto", {"data_loader": batches(2), "split_data": False}, "each process has data of its own"),
-        (tiny_llama, "auto", EMBEDS, "there are batches without input_ids [windows, tokens]"),
-    ],
-)
+NONE_WRITTEN = [
+    (one_linear, "auto", {"data_loader": [torch.ones(2, 8)]}, "a Sequential is no causal or masked language model"),
+    (tiny_llama, "auto", {"forward_loop": loop}, "a forward_loop calls it, and no prompts are known"),
+    (masked_bert, "masked", {"forward_loop": loop}, "a forward_loop calls it, and no prompts are known"),
+    (tiny_llama, "auto", {"data_loader": batches(2), "split_data": False}, "each process has data of its own"),
+    (tiny_llama, "auto", EMBEDS, "there are batches without input_ids [windows, tokens]"),
+]
+
+
+@pytest.mark.parametrize(("build", "word", "options", "why"), NONE_WRITTEN)
 def test_words_say_why_none_is_written(build, word, options, why):
     include = "*proj" if build is tiny_llama else "*"
     model, without = (mts.sparsify(build(), "wanda", include=include, self_data=x, **options) for x in (word, 0))
@@ -416,25 +410,25 @@ NUMBER = "must be a number of windows of text, 0, 'auto' or 'masked'"
 ALL_THE_SAME = "data='self' is text that the model writes, the same in all processes"
 
 
-@pytest.mark.parametrize(
-    ("model", "options", "part"),
-    [
-        (bert, MORE, "a BertModel is no causal or masked language model"),
-        (t5, MORE, "a T5ForConditionalGeneration is no causal or masked language model"),
-        (bart, MORE, "a BartForConditionalGeneration is no causal or masked language model"),
-        (one_linear, MORE, "a Sequential is no causal or masked language model"),
-        (tiny_llama, {**MORE, "data_loader": [{"inputs_embeds": torch.zeros(1, 4, 32)}]}, "a batch has none"),
-        (tiny_llama, {"self_data": 4, "forward_loop": print}, "with forward_loop they have none"),
-        (tiny_llama, {**MORE, "split_data": False}, "with split_data=False they have none"),
-        (tiny_llama, {**MORE, "self_data": -1}, NUMBER),
-        (tiny_llama, {**MORE, "self_data": 0.5}, NUMBER),
-        (one_linear, {"data": "self"}, "data='self': a Sequential is no causal language model"),
-        (masked_bert, {"data": "self"}, "data='self': a BertForMaskedLM is no causal language model"),
-        (lambda: beginning(tiny_llama()), {"data": "self"}, "no token is known to begin with"),
-        (tiny_llama, {"data": "self", "processor": print}, ALL_THE_SAME),
-        (tiny_llama, {"data": "self", "split_data": False}, "leave split_data=False out"),
-    ],
-)
+REFUSED = [
+    (bert, MORE, "a BertModel is no causal or masked language model"),
+    (t5, MORE, "a T5ForConditionalGeneration is no causal or masked language model"),
+    (bart, MORE, "a BartForConditionalGeneration is no causal or masked language model"),
+    (one_linear, MORE, "a Sequential is no causal or masked language model"),
+    (tiny_llama, {**MORE, "data_loader": [{"inputs_embeds": torch.zeros(1, 4, 32)}]}, "a batch has none"),
+    (tiny_llama, {"self_data": 4, "forward_loop": print}, "with forward_loop they have none"),
+    (tiny_llama, {**MORE, "split_data": False}, "with split_data=False they have none"),
+    (tiny_llama, {**MORE, "self_data": -1}, NUMBER),
+    (tiny_llama, {**MORE, "self_data": 0.5}, NUMBER),
+    (one_linear, {"data": "self"}, "data='self': a Sequential is no causal language model"),
+    (masked_bert, {"data": "self"}, "data='self': a BertForMaskedLM is no causal language model"),
+    (lambda: beginning(tiny_llama()), {"data": "self"}, "no token is known to begin with"),
+    (tiny_llama, {"data": "self", "processor": print}, ALL_THE_SAME),
+    (tiny_llama, {"data": "self", "split_data": False}, "leave split_data=False out"),
+]
+
+
+@pytest.mark.parametrize(("model", "options", "part"), REFUSED)
 def test_what_is_refused(model, options, part):
     refused(mts.sparsify, model(), "wanda", **options, parts=[part])
 

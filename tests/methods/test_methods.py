@@ -226,17 +226,17 @@ def test_ria_scores_rows_and_columns_of_zeros_as_zero():
 NAN = float("nan")
 
 
-@pytest.mark.parametrize(
-    ("name", "option", "values", "words"),
-    [
-        ("ria", "alpha", [-0.1, 1.5, "0.5", None, True, NAN], r"must be a number in \[0, 1\]"),
-        ("sparsegpt", "damping", [0, -0.1, 1.5, "1e-2", None, True, NAN], r"must be a number in \(0, 1\]"),
-        ("sparsegpt", "block_size", [0, -8, 12.5, "128", None, True], "must be a positive whole number"),
-        ("alps", "damping", [0, "1e-2"], r"must be a number in \(0, 1\]"),
-        ("alps", "iterations", [0], "must be a positive whole number"),
-        ("alps", "refit_iterations", [True], "must be a positive whole number"),
-    ],
-)
+SENSELESS = [
+    ("ria", "alpha", [-0.1, 1.5, "0.5", None, True, NAN], r"must be a number in \[0, 1\]"),
+    ("sparsegpt", "damping", [0, -0.1, 1.5, "1e-2", None, True, NAN], r"must be a number in \(0, 1\]"),
+    ("sparsegpt", "block_size", [0, -8, 12.5, "128", None, True], "must be a positive whole number"),
+    ("alps", "damping", [0, "1e-2"], r"must be a number in \(0, 1\]"),
+    ("alps", "iterations", [0], "must be a positive whole number"),
+    ("alps", "refit_iterations", [True], "must be a positive whole number"),
+]
+
+
+@pytest.mark.parametrize(("name", "option", "values", "words"), SENSELESS)
 def test_options_that_make_no_sense(name, option, values, words):
     for value in values:
         with pytest.raises(ValueError, match=f"{name}: {option}=.*: {words}"):
@@ -246,16 +246,16 @@ def test_options_that_make_no_sense(name, option, values, words):
 # error and statistics ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("weight", "pruned", "stats", "error"),
-    [
-        ([[3, 4]], [[0, 4]], None, 9 / 25),  # without data that of the weights
-        ([[3, 4]], [[0, 4]], Stats(5, torch.tensor([2.0, 1.0])), 18 / 34),  # channels are taken as uncorrelated
-        ([[[3, 4]], [[1, 0]]], [[[0, 4]], [[1, 0]]], None, 9 / 26),  # summed over the matrices of a stack
-        ([[0, 0]], [[0, 0]], None, 0),  # of an output that is zero there is none
-        ([[1, 1]], [[0, 0]], Stats(1, torch.zeros(2), torch.zeros(2, 2)), 0),
-    ],
-)
+ERRORS = [
+    ([[3, 4]], [[0, 4]], None, 9 / 25),  # without data that of the weights
+    ([[3, 4]], [[0, 4]], Stats(5, torch.tensor([2.0, 1.0])), 18 / 34),  # channels are taken as uncorrelated
+    ([[[3, 4]], [[1, 0]]], [[[0, 4]], [[1, 0]]], None, 9 / 26),  # summed over the matrices of a stack
+    ([[0, 0]], [[0, 0]], None, 0),  # of an output that is zero there is none
+    ([[1, 1]], [[0, 0]], Stats(1, torch.zeros(2), torch.zeros(2, 2)), 0),
+]
+
+
+@pytest.mark.parametrize(("weight", "pruned", "stats", "error"), ERRORS)
 def test_errors_by_hand(weight, pruned, stats, error):
     assert relative_error(torch.tensor(weight).float(), torch.tensor(pruned).float(), stats) == pytest.approx(error)
 

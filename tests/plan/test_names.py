@@ -108,22 +108,22 @@ def test_a_mode_list_brings_its_class_rules_along(config):
     assert config.pattern == NM(1, 4)
 
 
-@pytest.mark.parametrize(
-    ("mode", "words"),
-    [
-        ([], "a mode list names one method, this one has 0"),
-        (["magnitude", "sparsegpt"], "a mode list names one method, this one has 2"),
-        (["nothing"], "method 'nothing' is not known"),
-        ([("sparsegpt", {"*lm_head*": None})], r"such as 'nn.Linear', and '\*lm_head\*' is none: give rules of globs"),
-        ([("sparsegpt", {"nn.Linaer": {}})], "such as 'nn.Linear', and 'nn.Linaer' is none"),
-        ([("sparsegpt", {"Linear": {}})], "such as 'nn.Linear', and 'Linear' is none"),
-        ([("sparsegpt", {}, {})], "mode list entry .* give a name, or a name with class rules"),
-        ([("sparsegpt", ["nn.Linear"])], "mode list entry .* give a name, or a name with class rules"),
-        ([5], "mode list entry 5: give a name"),
-        ([("sparsegpt", {"nn.Linear": False})], "class rule 'nn.Linear': False must be a mapping of globs, or None"),
-        ([("sparsegpt", {"nn.Linear": {"pattern": "1:4"}})], "a rule is a glob of layer names with a mapping"),
-    ],
-)
+BAD_LISTS = [
+    ([], "a mode list names one method, this one has 0"),
+    (["magnitude", "sparsegpt"], "a mode list names one method, this one has 2"),
+    (["nothing"], "method 'nothing' is not known"),
+    ([("sparsegpt", {"*lm_head*": None})], r"such as 'nn.Linear', and '\*lm_head\*' is none: give rules of globs"),
+    ([("sparsegpt", {"nn.Linaer": {}})], "such as 'nn.Linear', and 'nn.Linaer' is none"),
+    ([("sparsegpt", {"Linear": {}})], "such as 'nn.Linear', and 'Linear' is none"),
+    ([("sparsegpt", {}, {})], "mode list entry .* give a name, or a name with class rules"),
+    ([("sparsegpt", ["nn.Linear"])], "mode list entry .* give a name, or a name with class rules"),
+    ([5], "mode list entry 5: give a name"),
+    ([("sparsegpt", {"nn.Linear": False})], "class rule 'nn.Linear': False must be a mapping of globs, or None"),
+    ([("sparsegpt", {"nn.Linear": {"pattern": "1:4"}})], "a rule is a glob of layer names with a mapping"),
+]
+
+
+@pytest.mark.parametrize(("mode", "words"), BAD_LISTS)
 def test_a_bad_mode_list_is_refused(mode, words):
     wrong_type = any(part in words for part in ("entry", "class rule '", "a rule is"))
     with pytest.raises(TypeError if wrong_type else ValueError, match=words):

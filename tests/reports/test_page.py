@@ -180,17 +180,17 @@ def test_sparse_training(tmp_path):
     assert set(tables(path)["layers"]["recipe"]) == {"static"}
 
 
-@pytest.mark.parametrize(
-    ("name", "place"),
-    [
-        ("model.layers.3.mlp.up_proj", ("model.layers.3", "mlp.up_proj")),
-        ("encoder.block.0.layer.1.wi", ("encoder.block.0", "layer.*.wi")),
-        ("h.11.experts.7.w1", ("h.11", "experts.*.w1")),
-        ("0", ("0", "layer")),
-        ("classifier.fc1", ("classifier", "fc1")),
-        ("head", ("head", "head")),
-    ],
-)
+BLOCKS_AND_ROLES = [
+    ("model.layers.3.mlp.up_proj", ("model.layers.3", "mlp.up_proj")),
+    ("encoder.block.0.layer.1.wi", ("encoder.block.0", "layer.*.wi")),
+    ("h.11.experts.7.w1", ("h.11", "experts.*.w1")),
+    ("0", ("0", "layer")),
+    ("classifier.fc1", ("classifier", "fc1")),
+    ("head", ("head", "head")),
+]
+
+
+@pytest.mark.parametrize(("name", "place"), BLOCKS_AND_ROLES)
 def test_block_and_role(name, place):
     assert place_of(name) == place
 

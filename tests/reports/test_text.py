@@ -95,19 +95,19 @@ def test_a_whole_stack_is_one_row_and_a_deviating_layer_another(blocks, experts,
     assert len(rows) <= 4
 
 
-@pytest.mark.parametrize(
-    ("names", "among", "folded"),
-    [
-        (["a.0.q", "a.1.q", "a.0.k", "a.1.k"], [], ["a.*.q x2", "a.*.k x2"]),
-        ([f"a.{i}.q" for i in (0, 1, 2, 3, 7, 9, 10)], ["a.4.q"], ["a.0-3,7,9,10.q x7"]),
-        (["0", "2", "4"], [], ["0,2,4 x3"]),
-        (["a.3.q"], ["a.4.q"], ["a.3.q"]),
-        (["features.0.conv.1", "features.0.conv.2"], [], ["features.0.conv.* x2"]),
-        (["a.0.e.0", "a.0.e.1", "a.1.e.0"], ["a.1.e.1"], ["a.0.e.* x2", "a.1.e.0"]),
-        (["a.01.q", "a.1.q"], [], ["a.01.q", "a.1.q"]),
-        ([], ["a"], []),
-    ],
-)
+FOLDED = [
+    (["a.0.q", "a.1.q", "a.0.k", "a.1.k"], [], ["a.*.q x2", "a.*.k x2"]),
+    ([f"a.{i}.q" for i in (0, 1, 2, 3, 7, 9, 10)], ["a.4.q"], ["a.0-3,7,9,10.q x7"]),
+    (["0", "2", "4"], [], ["0,2,4 x3"]),
+    (["a.3.q"], ["a.4.q"], ["a.3.q"]),
+    (["features.0.conv.1", "features.0.conv.2"], [], ["features.0.conv.* x2"]),
+    (["a.0.e.0", "a.0.e.1", "a.1.e.0"], ["a.1.e.1"], ["a.0.e.* x2", "a.1.e.0"]),
+    (["a.01.q", "a.1.q"], [], ["a.01.q", "a.1.q"]),
+    ([], ["a"], []),
+]
+
+
+@pytest.mark.parametrize(("names", "among", "folded"), FOLDED)
 def test_names(names: list[str], among: list[str], folded: list[str]):
     assert folded_names(names, among) == folded
 
@@ -146,17 +146,17 @@ def test_many_levels_are_a_range_and_few_are_rows(levels):
     assert lines[0].endswith("50.5% per row" if levels == 4 else "50.5..54.5% per row")
 
 
-@pytest.mark.parametrize(
-    ("text", "numbers"),
-    [
-        ("0.0123 -> 0.5, 12 of 1,024 (3)", ["0.0123", "0.5", "12", "1,024", "3"]),
-        ("2:4 and 4:8", []),
-        ("layers.3.mlp fp8 v2", []),
-        ("torch 2.13.0", []),
-        ("50.00% 1e-05 2.5e+03", ["50.00", "1e-05", "2.5e+03"]),
-        ("row 7: 3", ["7", "3"]),
-    ],
-)
+CELLS = [
+    ("0.0123 -> 0.5, 12 of 1,024 (3)", ["0.0123", "0.5", "12", "1,024", "3"]),
+    ("2:4 and 4:8", []),
+    ("layers.3.mlp fp8 v2", []),
+    ("torch 2.13.0", []),
+    ("50.00% 1e-05 2.5e+03", ["50.00", "1e-05", "2.5e+03"]),
+    ("row 7: 3", ["7", "3"]),
+]
+
+
+@pytest.mark.parametrize(("text", "numbers"), CELLS)
 def test_numbers_in_a_cell(text, numbers):
     assert NUMBER.findall(text) == numbers
 

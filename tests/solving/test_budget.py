@@ -409,15 +409,14 @@ def test_flops_of_images_are_counted_by_places_and_samples():
     assert said["costs"]["flops"] == [int(live), dense * 6 // 10]
 
 
-@pytest.mark.parametrize(
-    "build",
-    [
-        experts.causal("AriaText", moe_num_experts=4, moe_topk=2, moe_num_shared_experts=1),
-        experts.MODELS["mixtral"],
-        experts.causal("Qwen2Moe", **experts.MOE, num_experts=4),
-    ],
-    ids=["aria", "mixtral", "qwen2_moe"],
-)
+MIXTURES = [
+    experts.causal("AriaText", moe_num_experts=4, moe_topk=2, moe_num_shared_experts=1),
+    experts.MODELS["mixtral"],
+    experts.causal("Qwen2Moe", **experts.MOE, num_experts=4),
+]
+
+
+@pytest.mark.parametrize("build", MIXTURES, ids=["aria", "mixtral", "qwen2_moe"])
 def test_experts_cost_what_the_router_chooses(build):
     """Whatever the config calls it; a shared expert is run for every token."""
     data = {"data_loader": token_batches(4, vocab=experts.VOCAB)}

@@ -28,17 +28,17 @@ NAMES = [
 NO_DATA = "method 'sparsegpt' needs calibration data"
 
 
-@pytest.mark.parametrize(
-    ("options", "parts"),
-    [
-        ({"method": "sparsgpt"}, ["method 'sparsgpt' is not known", "mean 'sparsegpt'?", "allowed are magnitude"]),
-        ({"dampin": 0.1, "method": "sparsegpt"}, ["option 'dampin' is not known", "did you mean 'damping'?"]),
-        ({"pattern": 1.0}, ["sparsity 1.0", "[0, 1)"]),
-        ({"include": "*.fc1"}, ["'*.fc1' matches no prunable layer of this LlamaForCausalLM", "names look like"]),
-        ({"rules": {NAMES[0]: {"pattern": "2:5"}}}, [f"layer '{NAMES[0]}', which you name", "not a multiple of 5"]),
-        ({"method": "sparsegpt"}, [NO_DATA, "data_loader=", "data= with tokenizer="]),
-    ],
-)
+WRONG = [
+    ({"method": "sparsgpt"}, ["method 'sparsgpt' is not known", "mean 'sparsegpt'?", "allowed are magnitude"]),
+    ({"dampin": 0.1, "method": "sparsegpt"}, ["option 'dampin' is not known", "did you mean 'damping'?"]),
+    ({"pattern": 1.0}, ["sparsity 1.0", "[0, 1)"]),
+    ({"include": "*.fc1"}, ["'*.fc1' matches no prunable layer of this LlamaForCausalLM", "names look like"]),
+    ({"rules": {NAMES[0]: {"pattern": "2:5"}}}, [f"layer '{NAMES[0]}', which you name", "not a multiple of 5"]),
+    ({"method": "sparsegpt"}, [NO_DATA, "data_loader=", "data= with tokenizer="]),
+]
+
+
+@pytest.mark.parametrize(("options", "parts"), WRONG)
 def test_wrong_arguments_change_nothing(options, parts):
     """One of each kind; tests/plan has all of them."""
     refused(mts.sparsify, tiny_llama().train(), parts=parts, **{"method": "magnitude", **options})
@@ -116,22 +116,22 @@ def _with_nan(weight: Tensor) -> Tensor:
     return weight.index_put(tuple(weight.nonzero()[:1].T), torch.tensor(torch.nan))
 
 
-@pytest.mark.parametrize(
-    ("spoil", "reason"),
-    [
-        (_replaced(weight=lambda w: w[:-1]), "weight is torch.float32 [15, 32], not torch.float32 [16, 32]"),
-        (_replaced(weight=lambda w: w.double()), "weight is torch.float64 [16, 32], not torch.float32 [16, 32]"),
-        (_replaced(weight=lambda w: w.mT), "weight is torch.float32 [32, 16], not torch.float32 [16, 32]"),
-        (_replaced(weight=_with_nan), "weight holds NaN or inf"),
-        (_replaced(weight=lambda w: w + 1e-30), "weight is not zero where the mask is False"),
-        (_replaced(mask=lambda m: m[:-1]), "mask is torch.bool [15, 32], not torch.bool [16, 32]"),
-        (_replaced(mask=lambda m: m.float()), "mask is torch.float32 [16, 32], not torch.bool [16, 32]"),
-        (_replaced(mask=_one_more), "mask breaks pattern 2:4 in 1 places"),
-        (_replaced(mask=lambda m: m & False, weight=lambda w: w * 0), "mask breaks pattern 2:4 in 128 places"),
-        (lambda solution, _: None, "it is a NoneType, not a modelopt_sparse.Solution"),
-        (lambda solution, _: solution.mask, "it is a Tensor, not a modelopt_sparse.Solution"),
-    ],
-)
+SPOILT = [
+    (_replaced(weight=lambda w: w[:-1]), "weight is torch.float32 [15, 32], not torch.float32 [16, 32]"),
+    (_replaced(weight=lambda w: w.double()), "weight is torch.float64 [16, 32], not torch.float32 [16, 32]"),
+    (_replaced(weight=lambda w: w.mT), "weight is torch.float32 [32, 16], not torch.float32 [16, 32]"),
+    (_replaced(weight=_with_nan), "weight holds NaN or inf"),
+    (_replaced(weight=lambda w: w + 1e-30), "weight is not zero where the mask is False"),
+    (_replaced(mask=lambda m: m[:-1]), "mask is torch.bool [15, 32], not torch.bool [16, 32]"),
+    (_replaced(mask=lambda m: m.float()), "mask is torch.float32 [16, 32], not torch.bool [16, 32]"),
+    (_replaced(mask=_one_more), "mask breaks pattern 2:4 in 1 places"),
+    (_replaced(mask=lambda m: m & False, weight=lambda w: w * 0), "mask breaks pattern 2:4 in 128 places"),
+    (lambda solution, _: None, "it is a NoneType, not a modelopt_sparse.Solution"),
+    (lambda solution, _: solution.mask, "it is a Tensor, not a modelopt_sparse.Solution"),
+]
+
+
+@pytest.mark.parametrize(("spoil", "reason"), SPOILT)
 def test_a_bad_solution_is_refused_and_the_layers_before_it_stand(spoil, reason):
     model = tiny_llama()
     before = state_of(model)

@@ -87,18 +87,17 @@ def test_what_is_taken_for_no_memory():
 # rows -----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "failure", "options"),
-    [
-        ("magnitude", "cuda", {"pattern": "2:4"}),
-        ("magnitude", "cpu", {"pattern": "50% per row"}),
-        ("wanda", "python", {"pattern": 0.5}),
-        ("sparsegpt", "cuda", {"pattern": "2:4"}),
-        ("sparsegpt", "cpu", {"pattern": "60% per row"}),
-        ("sparsegpt", "python", {"pattern": "2:4", "polish": 5}),
-    ],
-    ids=str,
-)
+BY_ROWS = [
+    ("magnitude", "cuda", {"pattern": "2:4"}),
+    ("magnitude", "cpu", {"pattern": "50% per row"}),
+    ("wanda", "python", {"pattern": 0.5}),
+    ("sparsegpt", "cuda", {"pattern": "2:4"}),
+    ("sparsegpt", "cpu", {"pattern": "60% per row"}),
+    ("sparsegpt", "python", {"pattern": "2:4", "polish": 5}),
+]
+
+
+@pytest.mark.parametrize(("name", "failure", "options"), BY_ROWS, ids=str)
 def test_rows_at_a_time_give_what_all_of_them_give(name, options, failure):
     """A k_proj of 16 x 32 fits, a q_proj of 32 x 32 in two pieces, a down_proj of 32 x 64 in four."""
     method = Scarce(METHODS[name], 512, failure=failure)
@@ -313,16 +312,16 @@ def test_a_gpu_that_runs_out_of_memory(name):
     torch.testing.assert_close(pieces, values, rtol=1e-4, atol=1e-6)
 
 
+PLACES = [
+    ("model.embed_tokens", "LlamaForCausalLM outside of its blocks"),
+    ("model.layers.0.mlp", r"block 'model\.layers\.0'"),
+    ("model.layers.1.mlp", r"block 'model\.layers\.1'"),
+    ("lm_head", "LlamaForCausalLM outside of its blocks"),
+]
+
+
 @pytest.mark.parametrize("failure", FAILURES)
-@pytest.mark.parametrize(
-    ("at", "where"),
-    [
-        ("model.embed_tokens", "LlamaForCausalLM outside of its blocks"),
-        ("model.layers.0.mlp", r"block 'model\.layers\.0'"),
-        ("model.layers.1.mlp", r"block 'model\.layers\.1'"),
-        ("lm_head", "LlamaForCausalLM outside of its blocks"),
-    ],
-)
+@pytest.mark.parametrize(("at", "where"), PLACES)
 def test_a_forward_that_runs_out_of_memory_says_where_and_what_to_do(at, where, failure):
     """On the CPU that is a RuntimeError, which was a traceback on the command line."""
     model = tiny_llama()
