@@ -13,6 +13,7 @@ from modelopt_sparse.plan.options import Reconstruct
 from modelopt_sparse.run import InMemory, calibrating
 from tests import helpers
 from tests.helpers import Snapshot, assert_same_state, in_steps, refused, state_of, tiny_llama, token_batches
+from tests.oracles import reference
 
 BATCHES = 5
 FISHER = {"epochs": 2, "metric": "fisher"}
@@ -53,14 +54,8 @@ def test_metrics_by_gradients_of_each_label():
     metrics = metrics_of(model, batches)
     sums = [torch.zeros(32, 32) for _ in model.model.layers]
     for number, ids in enumerate(in_steps(batches)):
-        labels = torch.Generator().manual_seed(number)
         logits, outputs = outputs_of_blocks(model, input_ids=ids)
-        log_p = logits.flatten(0, 1).log_softmax(-1)
-        places = torch.rand(len(log_p), generator=labels, dtype=torch.float64)
-        cumulative = log_p.detach().double().exp().cumsum(-1)
-        drawn = (cumulative <= (places * cumulative[:, -1])[:, None]).sum(-1)
-        loss = -log_p[torch.arange(len(log_p)), drawn].sum()
-        for total, gradient in zip(sums, torch.autograd.grad(loss, outputs)):
+        for total, gradient in zip(sums, torch.autograd.grad(reference.drawn_loss(logits, number), outputs)):
             for row in gradient.flatten(0, 1):
                 total += torch.outer(row, row)
     for block, total in zip(model.model.layers, sums):

@@ -142,15 +142,16 @@ def test_a_loop_in_inference_mode_and_another_device_give_the_same_bits(options)
 
 
 SMALL_STEPS = {"learning_rate": 1e-2, "epochs": 8}
+BETTER = [(torch.bfloat16, 4, "block"), (torch.float16, 4, "block"), (torch.bfloat16, SMALL_STEPS, "block")]
+BETTER += [(torch.float32, 3, "stage")]
 
 
-@pytest.mark.parametrize(
-    ("dtype", "options"), [(torch.bfloat16, 4), (torch.float16, 4), (torch.bfloat16, SMALL_STEPS)], ids=str
-)
-def test_half_precision_keeps_its_dtype_and_gets_better(dtype, options):
+@pytest.mark.parametrize(("dtype", "tuning", "sequential"), BETTER, ids=str)
+def test_half_precision_keeps_its_dtype_and_stages_get_better_as_well(dtype, tuning, sequential):
     """At 1/400 of a weight's size one step is lost in bfloat16's 8 bits; the optimizer's own values keep it."""
-    model = sparsified(model=tiny_llama().to(dtype), reconstruct=options)
+    model = sparsified(model=tiny_llama().to(dtype), reconstruct=tuning, sequential=sequential)
     assert {parameter.dtype for parameter in model.parameters()} == {dtype}
+    assert [block.name for block in mts.report(model).blocks] == BLOCKS
     assert all(block.error_after < block.error_before for block in mts.report(model).blocks)
 
 
@@ -268,12 +269,6 @@ def test_routers_and_what_other_blocks_hold_as_well_are_untouched():
     assert not any(
         "gate.weight" in name for name in changed_by_it(mixtral.build(), data_loader=mixtral.batches("left"))
     )
-
-
-def test_stage_by_stage_as_well():
-    report = mts.report(sparsified(sequential="stage"))
-    assert [block.name for block in report.blocks] == BLOCKS
-    assert all(block.error_after < block.error_before for block in report.blocks)
 
 
 def test_an_interruption_leaves_a_whole_model_and_says_where():

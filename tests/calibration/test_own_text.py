@@ -23,18 +23,20 @@ LENGTH = ROWS[0].numel()
 
 
 @torch.no_grad()
-def written_slowly(model, rows, number, length, seed, prompt=None):
-    """One window by itself, each token from a forward over all of the text before it, drawn by walking along the
-    probabilities."""
+def written_slowly(model, rows, number, length, seed, prompt=None, ends=()):
+    """One window by itself, up to one of the ``ends``, each token from a forward over all of the text before it, drawn
+    by walking along the probabilities. ``prompt``: how many tokens of a row it begins with, 0 for all of them."""
     random = torch.Generator().manual_seed(seed * 1_000_003 + number)
     row_place, begin_place = torch.rand(2, generator=random, dtype=torch.float64).tolist()
     uniforms = torch.rand(length, generator=random, dtype=torch.float64).tolist()
-    size = prompt or min(32, length // 4)
     row = rows[int(row_place * len(rows))]
+    size = min(32, length // 4) if prompt is None else prompt or len(row)
     begin = int(begin_place * (len(row) - size + 1))
     ids = row[begin : begin + size].tolist()
     while len(ids) < length:
         ids.append(walked(model(torch.tensor([ids])).logits[0, -1], uniforms[len(ids)]))
+        if ids[-1] in ends:
+            break
     return ids
 
 
@@ -474,20 +476,6 @@ def chatting(trained):
     return model, tokenizer, chats
 
 
-@torch.no_grad()
-def answered_slowly(model, prompts, number, length, ends):
-    """One answer by itself: the prompt that its number draws, and what the model says from there to an end."""
-    random = torch.Generator().manual_seed(number)
-    place, _ = torch.rand(2, generator=random, dtype=torch.float64).tolist()
-    uniforms = torch.rand(length, generator=random, dtype=torch.float64)
-    ids = prompts[int(place * len(prompts))].tolist()
-    while len(ids) < length:
-        ids.append(int(drawn(model(torch.tensor([ids])).logits[:, -1], uniforms[len(ids)][None])))
-        if ids[-1] in ends:
-            break
-    return ids
-
-
 def test_answers_are_what_the_model_says_to_the_users_chats(chatting):
     """Up to the last thing that the user says; answers end where the model ends them, and what follows is masked."""
     model, tokenizer, chats = chatting
@@ -506,7 +494,8 @@ def test_answers_are_what_the_model_says_to_the_users_chats(chatting):
     assert 2 < len(free) < len(prompts)
     rows = own_text.token_rows(own)
     assert [len(call.kwargs["input_ids"]) for call in own] == [2, 2, 2]
-    expected = [answered_slowly(model, free, i, 64, {*ENDS, tokenizer.eos_token_id}) for i in range(6)]
+    ends = {*ENDS, tokenizer.eos_token_id}
+    expected = [written_slowly(model, free, i, 64, 0, prompt=0, ends=ends) for i in range(6)]
     assert [row.tolist() for row in rows] == expected
     assert len({len(row) for row in rows}) > 2
 

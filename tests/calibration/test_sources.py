@@ -1,5 +1,6 @@
 """Calibration data of every kind: data sets and their columns, names, folders, chats, images."""
 
+import copy
 import itertools
 import json
 import sys
@@ -8,12 +9,11 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
-from transformers import AutoTokenizer
 
 import modelopt_sparse as mts
 from modelopt_sparse.calibration.data import chat_prompts, documents_of, load_calls, tokens_of
 from modelopt_sparse.plan.options import SparsifyConfig, is_data_set
-from tests.helpers import TESTBED, tiny_llama
+from tests.helpers import tiny_llama
 
 datasets = pytest.importorskip("datasets", reason="the extra datasets is not installed")
 Dataset = datasets.Dataset
@@ -28,13 +28,8 @@ TEMPLATE = (
 
 
 @pytest.fixture(scope="module")
-def tokenizer():
-    return AutoTokenizer.from_pretrained(TESTBED / "tiny-llama")
-
-
-@pytest.fixture(scope="module")
-def chatting():
-    tokenizer = AutoTokenizer.from_pretrained(TESTBED / "tiny-llama")
+def chatting(tokenizer):
+    tokenizer = copy.copy(tokenizer)
     tokenizer.chat_template = TEMPLATE
     return tokenizer
 

@@ -17,11 +17,6 @@ pytestmark = pytest.mark.core
 
 
 @pytest.fixture(scope="module")
-def tokenizer():
-    return hf.AutoTokenizer.from_pretrained(TESTBED / "tiny-llama")
-
-
-@pytest.fixture(scope="module")
 def text() -> str:
     return (TESTBED / "heldout.txt").read_text(encoding="utf-8")[:1500]
 

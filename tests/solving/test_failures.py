@@ -14,13 +14,7 @@ from modelopt_sparse.solving import solve as one_block
 from tests import helpers
 from tests.helpers import assert_bits, assert_same_state, refused, run_python, state_of, tiny_llama, token_batches
 from tests.models.stacked import Iterating, vectors
-
-NAMES = [
-    f"model.layers.{i}.{part}"
-    for i in range(2)
-    for part in (*(f"self_attn.{x}_proj" for x in "qkvo"), *(f"mlp.{x}_proj" for x in ("gate", "up", "down")))
-]
-
+from tests.plan.test_planner import ALL as NAMES
 
 # wrong arguments ----------------------------------------------------------------------------------------------------
 
