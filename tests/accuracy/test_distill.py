@@ -18,17 +18,8 @@ from modelopt_sparse.calibration.data import Call, split_steps
 from modelopt_sparse.distributed import Processes
 from modelopt_sparse.reports.report import Report
 from modelopt_sparse.run import calibrating
-from tests.helpers import (
-    LiveBytes,
-    assert_same_state,
-    calibrated_run,
-    in_steps,
-    judging_outputs,
-    refused,
-    state_of,
-    tiny_llama,
-    token_batches,
-)
+from tests import helpers
+from tests.helpers import assert_same_state, in_steps, refused, state_of, tiny_llama, token_batches
 from tests.interruptions import interrupted
 from tests.models.tiny import TwoOutputs, tiny_gpt2, tiny_mixtral, tiny_t5
 
@@ -66,7 +57,7 @@ def test_steps_are_those_of_a_plain_loop():
     outputs = [p.shape[0] if name in masks else 0 for name, p in tuned.items()]
     rates = learning_rates([*tuned.values()], [masks.get(name) for name in tuned], outputs, 0.12)
     moments = {name: [torch.zeros_like(p), torch.zeros_like(p)] for name, p in tuned.items()}
-    held_back = torch.cat(judging_outputs(batches))
+    held_back = torch.cat(helpers.judging_outputs(batches))
     tuned_on = len(batches) - len(held_back)
     order, step, steps = torch.Generator().manual_seed(0), 0, 2 * tuned_on
 
@@ -180,7 +171,7 @@ def test_padding_does_not_count():
     model, other = sparsified(data_loader=batches), sparsified(data_loader=others)
     for one, two in zip(model.parameters(), other.parameters()):
         torch.testing.assert_close(one, two, rtol=1e-3, atol=1e-5)
-    rows = torch.cat(judging_outputs(in_steps(ids)))
+    rows = torch.cat(helpers.judging_outputs(in_steps(ids)))
     held_back = {"input_ids": rows, "attention_mask": mask[:1].expand_as(rows)}
     real = held_back["attention_mask"].flatten().bool()
     kl = mean_kl(*(logits_of(each, **held_back)[real] for each in (tiny_llama(), model)))
@@ -257,7 +248,7 @@ CLOSER = {
 def test_the_teacher_predicts_what_the_dense_model_did(name):
     build, data = MODELS[name]
     model, dense, batches = build(), build(), data()
-    run, calibration = calibrated_run(model, "wanda", data_loader=batches, distill=True)
+    run, calibration = helpers.calibrated_run(model, "wanda", data_loader=batches, distill=True)
     with calibrating(model):
         teacher = Teacher.of(calibration)
         for layer_plan in run.plan.layers:
@@ -305,7 +296,11 @@ def test_an_interruption_leaves_the_best_values_so_far(monkeypatch, stopped_in):
     judged = []
     judge = tuning.BatchNumbers.validation_error
     monkeypatch.setattr(tuning.BatchNumbers, "validation_error", lambda *a: judged.append(judge(*a)) or judged[-1])
-    model, dense, held_back = tiny_llama(), tiny_llama(), torch.cat(judging_outputs(in_steps(token_batches(BATCHES))))
+    model, dense, held_back = (
+        tiny_llama(),
+        tiny_llama(),
+        torch.cat(helpers.judging_outputs(in_steps(token_batches(BATCHES)))),
+    )
     before = [type(layer) for layer in model.model.layers]
     with interrupted(tuning, "_take_step", stopped_in):
         sparsified(model)
@@ -438,10 +433,10 @@ def test_the_plan_bounds_what_it_takes(dtype, moments):
     options = {"data_loader": data, "distill": {"epochs": 1, "moments": moments}}
     plan = mts.make_plan(model, "magnitude", **options)
     mts.sparsify(model, "magnitude", progress=False)
-    run, calibration = calibrated_run(model, "magnitude", replace=True, **options)
+    run, calibration = helpers.calibrated_run(model, "magnitude", replace=True, **options)
     with calibrating(model):
         teacher = Teacher.of(calibration)
-        with LiveBytes(*model.parameters(), *model.buffers()) as live:
+        with helpers.LiveBytes(*model.parameters(), *model.buffers()) as live:
             distill_from(teacher, run)
     stated = plan.memory["distillation"] + plan.memory["distillation_on_the_host"]
     assert stated / 2 < live.peak < 1.1 * stated

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ import modelopt_sparse as mts
 from tests.calibration.collecting import LAYERS, assert_same, collected, padded
 from tests.helpers import refused, tiny_llama
 from tests.models.architectures import ARCHITECTURES, VOCAB, ragged
-from tests.models.stacked import STACKED, ConvolvingModel, CrossModel, EncoderDecoder, Prefixed, Stacked
+from tests.models.stacked import STACKED, Convolving, CrossModel, EncoderDecoder, Masked, Prefixed, Stacked
 from tests.oracles.brute_force import assert_stats, brute_force
 
 pytestmark = pytest.mark.core
@@ -137,24 +138,15 @@ def test_a_decoder_without_a_mask_has_no_padding_whatever_the_modules_around_it_
         assert stats.tokens == (MASK.sum() if name.startswith(blocks[0]) else 8), name
 
 
-def _sequence_first() -> nn.TransformerEncoder:
-    torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0)
-    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
-    for parameter in model.parameters():
-        parameter.data.add_(torch.randn_like(parameter), alpha=0.2)  # layers start as copies of one
-    return model
-
-
 @pytest.mark.parametrize("length", [7, 3], ids=["longer than the batch", "as long as the batch"])
 def test_tokens_may_come_before_the_batch(length):
     """torch's default: inputs [sequence, batch, width] with masks [batch, sequence]."""
     _, mask = ragged(3, length, "right", 0)
     batch = {"src": torch.randn(length, 3, 16), "src_key_padding_mask": mask == 0}
     blocks = ["layers.0", "layers.1"]
-    found = collected(_sequence_first(), blocks, data_loader=[batch], sequential="none")
-    expected = brute_force(_sequence_first(), [batch], blocks, lambda batch, name: mask.bool().T)
-    assert_stats(found, expected)
+    model, dense = (OfTorch(batch_first=False).encoder.eval() for _ in range(2))
+    found = collected(model, blocks, data_loader=[batch], sequential="none")
+    assert_stats(found, brute_force(dense, [batch], blocks, lambda batch, name: mask.bool().T))
 
 
 # masks that lie deeper in the arguments, or are made inside -----------------------------------------------------------
@@ -213,27 +205,16 @@ class SourceAndTarget(nn.Module):
 class ListedExperts(nn.Module):
     """Each of two experts gets all tokens, those that like it best first."""
 
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.router, self.experts = nn.Linear(16, 2), nn.ModuleList([nn.Linear(16, 16), nn.Linear(16, 16)])
-
-        def forward(self, x: Tensor) -> Tensor:
-            rows = x.flatten(0, 1)
-            for number, expert in enumerate(self.experts):
-                order = self.router(rows)[:, number].argsort()
-                rows = rows.index_add(0, order, expert(rows[order]))
-            return rows.view_as(x)
-
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList([self.Block(), self.Block()])
+        self.router, self.experts = nn.Linear(16, 2), nn.ModuleList([nn.Linear(16, 16), nn.Linear(16, 16)])
 
-    def forward(self, x: Tensor, attention_mask: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, 1)
+        for number, expert in enumerate(self.experts):
+            order = self.router(rows)[:, number].argsort()
+            rows = rows.index_add(0, order, expert(rows[order]))
+        return rows.view_as(x)
 
 
 class OwnNames(nn.Transformer):
@@ -266,12 +247,12 @@ UNKNOWN = {
     "one for each type": (ARCHITECTURES["gemma3"].build, OF_TYPES, "attention_mask is a dict"),
     "a token before": (Prefixed, SEQUENCES, CANNOT),
     # its input is [batch, channels, positions], and 16 channels look like 16 tokens
-    "a convolution": (ConvolvingModel, SIXTEEN, r"layer 'blocks.0.mix' gets .* \[2, 16, 16\]"),
+    "a convolution": (partial(Masked, block=Convolving), SIXTEEN, r"layer 'blocks.0.mix' gets .* \[2, 16, 16\]"),
     "masks that differ": (SourceAndTarget, PAIR | TWO_MASKS, "src_key_padding_mask and tgt_key_padding_mask differ"),
     "names of its own": (OwnNames, PAIR | {"src_padding_mask": ~MASK}, "src_padding_mask is of src or of tgt"),
     "a mask of one of two": (SourceAndTarget, PAIR | {"src_key_padding_mask": ~MASK}, OF_ONE),
     "longer keys": (CrossModel, SEQUENCES | MEMORY, r"'blocks.0.attention.in_proj_weight' gets .* \[2, 6, 16\]"),
-    "experts in a list": (ListedExperts, SEQUENCES, "layer 'blocks.0.experts.0' gets an input"),
+    "experts in a list": (partial(Masked, block=ListedExperts), SEQUENCES, "'blocks.0.experts.0' gets an input"),
     "several lengths": (SeveralLengths, {"batch": SAMPLES}, "attention_mask is a list: give it as a tensor"),
 }
 
@@ -376,13 +357,21 @@ def told(mask: Callable[[Tensor], Tensor], name: str = "attention_mask", kind: t
     return lambda: kind(given=lambda ids: {name: mask(ids)})
 
 
-class Lightning(nn.Module):
-    """Holds a model of transformers, and makes its mask."""
+class Holding(nn.Module):
+    """Holds a model of transformers."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.model = bert()
-        self.config = SimpleNamespace(is_encoder_decoder=True)  # of what it holds, as some wrappers have it
+        self.model = self.build()
+
+    def build(self) -> nn.Module:
+        return bert()
+
+
+class Lightning(Holding):
+    """And makes its mask."""
+
+    config = SimpleNamespace(is_encoder_decoder=True)  # of what it holds, as some wrappers have it
 
     def forward(self, ids: Tensor) -> Tensor:
         return self.model(input_ids=ids, attention_mask=(ids != 0).long()).last_hidden_state
@@ -435,23 +424,18 @@ def test_masks_that_the_model_makes_of_its_tokens(form, sequential):
         assert_stats(found, brute_force(build().eval(), zero_padded(), blocks, real))
 
 
-class Wrapped(nn.Module):
+class Wrapped(Holding):
     """Around an encoder-decoder of transformers, whose decoder has no padding."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = ARCHITECTURES["t5"].build()
+    def build(self) -> nn.Module:
+        return ARCHITECTURES["t5"].build()
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, decoder_input_ids: Tensor) -> Tensor:
         return self.model(input_ids, attention_mask, decoder_input_ids).logits
 
 
-class OneForTwo(nn.Module):
+class OneForTwo(Holding):
     """One model of transformers for text with a mask, and for other rows without."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = bert()
 
     def forward(self, query: dict[str, Tensor], image: Tensor) -> Tensor:
         return self.model(**query).pooler_output @ self.model(inputs_embeds=image).pooler_output.T
@@ -642,11 +626,7 @@ def test_padding_alone_is_no_data_and_no_weight_that_its_parent_reads():
 def test_two_towers_have_a_mask_each():
     """Both calls of the one model inside are told of their own padding."""
 
-    class Towers(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = bert()
-
+    class Towers(Holding):
         def forward(self, query, answer):
             return self.model(**query).pooler_output @ self.model(**answer).pooler_output.T
 

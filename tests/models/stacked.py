@@ -284,8 +284,8 @@ class Convolving(Block):
         return super().forward(x + self.mix(x.mT).mT)
 
 
-class ConvolvingModel(Stacked):
-    kind = Convolving
+class Masked(Stacked):
+    """With a mask beside its rows, which it does not look at."""
 
     def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         return super().forward(x)

@@ -19,17 +19,12 @@ from modelopt_sparse.budget.costs import lowered
 from modelopt_sparse.calibration import dense as calibrated
 from modelopt_sparse.methods.patterns import parse_pattern
 from modelopt_sparse.run import calibrating
-from tests.helpers import (
-    assert_same_masks,
-    assert_same_state,
-    calibrated_run,
-    refused,
-    state_of,
-    tiny_llama,
-    token_batches,
-)
+from tests import helpers
+from tests.helpers import assert_same_masks, assert_same_state, refused, state_of, tiny_llama, token_batches
 from tests.models import expert_models as experts
 from tests.models.tiny import TwoOutputs
+from tests.oracles import reference
+from tests.oracles.brute_force import inputs_of
 from tests.reports.pages import figures
 from tests.runtime.unpacking import installed, packed_by
 
@@ -50,18 +45,9 @@ def budgeted(model: nn.Module, method: str = "sparsegpt", **options: Any) -> tup
     return report, report.settings["budget"]
 
 
-def drawn_loss(model: nn.Module, ids: torch.Tensor, number: int) -> torch.Tensor:
-    """Of labels that are drawn once more as the code draws them."""
-    log_p = model(ids).logits.flatten(0, 1).log_softmax(-1)
-    places = torch.rand(len(log_p), generator=torch.Generator().manual_seed(number), dtype=torch.float64)
-    cumulative = log_p.detach().double().exp().cumsum(-1)
-    drawn = (cumulative <= (places * cumulative[:, -1])[:, None]).sum(-1)
-    return -log_p[torch.arange(len(log_p)), drawn].sum()
-
-
 def table_of(model: nn.Module, method: str, **options: Any) -> tuple[Any, Any]:
     """(the table of losses, the run's data), by a run that ends there."""
-    _, data = calibrated_run(model, method, **options)
+    _, data = helpers.calibrated_run(model, method, **options)
     with calibrating(model):
         _, table = solving.tabled(data)
     return table, data
@@ -76,22 +62,16 @@ def test_losses_by_gradients_one_by_one():
     assert_same_state(model, before)
     layers = {layer.name: model.get_submodule(layer.name) for layer in table.plan.layers}
     squares = {name: torch.zeros(len(layer.weight), dtype=torch.float64) for name, layer in layers.items()}
-    inputs: dict[str, list[torch.Tensor]] = {name: [] for name in layers}
-    hooks = [
-        layer.register_forward_pre_hook(lambda _, args, name=name: inputs[name].append(args[0].detach().flatten(0, -2)))
-        for name, layer in layers.items()
-    ]
+    inputs = inputs_of(model, [*layers], batches)
     for number, ids in enumerate(batches):
-        loss = drawn_loss(model, ids, number)
+        loss = reference.drawn_loss(model(ids).logits, number)
         for name, gradient in zip(layers, torch.autograd.grad(loss, [layer.weight for layer in layers.values()])):
             squares[name] += gradient.double().square().sum(1)
-    for hook in hooks:
-        hook.remove()
     tokens = sum(ids.numel() for ids in batches)
     for pattern in ("2:4", "30% per row"):
         solved = mts.sparsify(tiny_llama(), "sparsegpt", pattern=pattern, sequential="none", data_loader=batches)
         for name, layer in layers.items():
-            x = torch.cat(inputs[name]).double()
+            x = inputs[name]
             error = (layer.weight - solved.get_submodule(name).weight).detach().double()
             relative = (x @ error.T).square().sum(0) / x.square().sum()
             expected = float((squares[name] * relative).sum()) / 2 / tokens
@@ -223,17 +203,16 @@ def test_losses_that_are_there_are_not_measured_again(tmp_path, monkeypatch):
 
 
 class Classifier(nn.Module):
-    """Its logits have no finite gradient by what ``bad`` puts out."""
+    """Its logits have no finite gradient."""
 
-    def __init__(self, bad: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(2))
-        self.bad = bad
 
     def forward(self, x):
         for block in self.blocks:
             x = x + block(x)
-        return SequenceClassifierOutput(logits=x + (x * 0).sqrt() if self.bad else x)
+        return SequenceClassifierOutput(logits=x + (x * 0).sqrt())
 
 
 class Mixture(nn.Module):
@@ -309,7 +288,7 @@ def test_budgets_that_cannot_be_met_say_what_to_give(budget, choices, match):
 def test_models_whose_losses_cannot_be_measured():
     """Offloaded weights leave no gradients behind, and without them all choices would lose nothing."""
     rows, match = {"data_loader": [torch.randn(16, 8)]}, r"'blocks.0.0': its gradients hold NaN or inf.*or exclude it"
-    refused(mts.sparsify, Classifier(bad=True), "sparsegpt", match=match, budget="35% zeros", **rows)
+    refused(mts.sparsify, Classifier(), "sparsegpt", match=match, budget="35% zeros", **rows)
     model, match = TwoOutputs(tiny_llama().config), "with no logits but 'last_hidden_state' .* 'pooled' .*give output="
     refused(mts.sparsify, model, "sparsegpt", match=match, budget="35% zeros", **DATA)
     model = cpu_offload(tiny_llama(), execution_device=torch.device("cpu"))
