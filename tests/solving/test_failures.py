@@ -127,12 +127,8 @@ SPOILT = [
 
 @pytest.mark.parametrize(("spoil", "reason"), SPOILT)
 def test_a_bad_solution_is_refused_and_the_layers_before_it_stand(spoil, reason):
-    model = tiny_llama()
-    before = state_of(model)
-    with pytest.raises(ValueError, match=r"^layer '") as caught:
-        mts.sparsify(model, Misbehaving(spoil))
-    assert str(caught.value) == f"layer '{NAMES[2]}': method 'mine' gave a bad solution: {reason}"
-    assert_stopped_after(model, before, 2)
+    said = stops_after(2, Misbehaving(spoil), error=ValueError)
+    assert said == f"layer '{NAMES[2]}': method 'mine' gave a bad solution: {reason}"
 
 
 class InPlace(mts.Method):
@@ -152,11 +148,7 @@ def test_a_method_that_fails_is_named_with_its_layer():
     def fail(solution, weight):
         raise ValueError("no idea what to do")
 
-    model = tiny_llama()
-    before = state_of(model)
-    with pytest.raises(ValueError, match=f"^layer '{NAMES[2]}': no idea what to do$"):
-        mts.sparsify(model, Misbehaving(fail))
-    assert_stopped_after(model, before, 2)
+    assert stops_after(2, Misbehaving(fail), error=ValueError) == f"layer '{NAMES[2]}': no idea what to do"
     refused(mts.sparsify, tiny_llama(), Unprepared(None), parts=[f"layer '{NAMES[0]}': singular"])
     refused(mts.sparsify, tiny_llama(), InPlace(), parts=[f"layer '{NAMES[0]}': after the damage"])
 
@@ -193,6 +185,16 @@ def assert_stopped_after(model: nn.Module, before: dict, count: int) -> None:
             assert cls is before[key][0]
             assert_bits(tensor, before[key][1])
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def stops_after(count: int, method: mts.Method | str, *, error: type[BaseException]) -> str:
+    """With this method sparsify raises an error, when ``count`` layers are done -> its message."""
+    model = tiny_llama()
+    before = state_of(model)
+    with pytest.raises(error) as caught:
+        mts.sparsify(model, method)
+    assert_stopped_after(model, before, count)
+    return str(caught.value)
 
 
 class Stopping(mts.Method):
@@ -287,11 +289,9 @@ def test_interrupted_while_data_is_read():
 def test_interrupted_while_held_solutions_wait():
     """sequential="none" through the whole model solves everything before it attaches anything."""
 
-    model = Iterating()
-    before = state_of(model)
-    with pytest.warns(UserWarning, match="calibrated through the whole model"), pytest.raises(KeyboardInterrupt):
-        mts.sparsify(model, Stopping(4, "gram"), data_loader=vectors(), sequential="none", min_tokens=1)
-    assert_same_state(model, before)
+    options = {"data_loader": vectors(), "sequential": "none", "min_tokens": 1}
+    with pytest.warns(UserWarning, match="calibrated through the whole model"):
+        refused(mts.sparsify, Iterating(), Stopping(4, "gram"), error=KeyboardInterrupt, **options)
 
 
 def at_the_third_mask(monkeypatch, act) -> None:
@@ -307,17 +307,13 @@ def at_the_third_mask(monkeypatch, act) -> None:
 
 
 def test_ctrl_c_while_a_layer_is_written_waits_until_it_is_whole(monkeypatch):
-    model = tiny_llama()
-    before = state_of(model)
     at_the_third_mask(monkeypatch, lambda: signal.raise_signal(signal.SIGINT))
     inherited = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     try:
-        with pytest.raises(KeyboardInterrupt):
-            mts.sparsify(model, "magnitude")
+        stops_after(3, "magnitude", error=KeyboardInterrupt)
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:
         signal.signal(signal.SIGINT, inherited)
-    assert_stopped_after(model, before, 3)
 
 
 def test_a_handler_that_python_did_not_install_is_left_alone(monkeypatch):
