@@ -21,7 +21,7 @@ from modelopt_sparse.calibration import calls as calls_module
 from modelopt_sparse.calibration.rerun import Needed, Unknown
 from modelopt_sparse.calibration.trial import fingerprint_of, same_fingerprint
 from tests.calibration.collecting import assert_calibrated, collected, thread_state
-from tests.helpers import tiny_llama, token_batches
+from tests.helpers import assert_same_masks, assert_same_state, state_of, tiny_llama, token_batches
 from tests.models.architectures import ARCHITECTURES
 from tests.models.stacked import STACKED, Block, Inference, Stacked, vectors
 from tests.models.tiny import tiny_t5
@@ -143,14 +143,13 @@ def test_a_batch_that_the_model_writes_to_is_as_it_was():
 
 @pytest.mark.parametrize("cache", [lambda: None, DynamicCache], ids=["of its own", "in the batch"])
 def test_each_run_of_a_call_gets_the_cache_that_it_began_with(cache):
-    def masks(**more):
+    def sparse(**more):
         batches = [{"input_ids": ids, **more, **({name: cache()} if more else {})} for ids in token_batches(3)]
-        return dict(mts.named_masks(mts.sparsify(tiny_llama(), "wanda", data_loader=batches, progress=False)))
+        return mts.sparsify(tiny_llama(), "wanda", data_loader=batches, progress=False)
 
     known = inspect.signature(LlamaForCausalLM.forward).parameters
     name = "cache" if "cache" in known else "past_key_values"
-    plain, cached = masks(), masks(use_cache=True)
-    assert all(torch.equal(plain[name], cached[name]) for name in plain)
+    assert_same_masks(sparse(), sparse(use_cache=True))
 
 
 def test_calls_see_the_context_variables_of_their_caller():
@@ -276,13 +275,9 @@ def test_what_later_blocks_need_is_kept(looks_at, sequential):
 
 def test_a_block_is_tuned_by_no_output_that_is_not_known():
     """A call that looks at values keeps the newest outputs alone; what older ones go into is computed anew."""
-    tuned = []
-    for looks_at in (None, 1):
-        torch.manual_seed(0)
-        model = mts.sparsify(Skips(looks_at), "wanda", data_loader=vectors(4), reconstruct=2, progress=False)
-        tuned.append(model.state_dict())
-    plain, looking = tuned
-    assert all(torch.equal(plain[name], looking[name]) for name in plain)
+    options = {"data_loader": vectors(4), "reconstruct": 2, "progress": False}
+    plain, looking = (mts.sparsify(Skips(looks_at), "wanda", **options) for looks_at in (None, 1))
+    assert_same_state(looking, state_of(plain))
 
 
 @pytest.mark.parametrize(("build", "most"), [(tiny_llama, 1), (tiny_t5, 3)], ids=["llama", "t5"])

@@ -12,7 +12,7 @@ from modelopt_sparse.methods.sparsegpt import SparseGPT
 from modelopt_sparse.model import devices
 from modelopt_sparse.model.devices import in_float32, multiplies_bfloat16
 from modelopt_sparse.model.forwards import has_own_forward
-from tests.helpers import Snapshot, assert_bits, refused, tiny_llama, token_batches
+from tests.helpers import Snapshot, assert_same_state, refused, state_of, tiny_llama, token_batches
 
 TEXT = {"data_loader": token_batches(), "progress": False}
 
@@ -121,8 +121,7 @@ def test_a_run_in_float32(options, without_products):
     if "reconstruct" not in options:  # it tunes in the model's precision
         with Products(wide=True):
             mts.sparsify(expected, "sparsegpt", TEXT, float32_products=False, **options)
-        for name, tensor in expected.state_dict().items():
-            assert_bits(model.state_dict()[name], tensor)
+        assert_same_state(model, state_of(expected))
         assert not mts.report(expected).notes
     note = "layers of bfloat16 are multiplied in float32 on the CPU (float32_products=False: in bfloat16)"
     assert note in mts.report(model).notes
@@ -133,9 +132,7 @@ def test_a_streamed_run_is_the_same(tmp_path, without_products):
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "dense")
     mts.sparsify(model, "sparsegpt", TEXT)
     report = mts.sparsify_checkpoint(tmp_path / "dense", tmp_path / "sparse", "sparsegpt", **TEXT)
-    streamed = mts.load(tmp_path / "sparse")
-    for name, tensor in model.state_dict().items():
-        assert_bits(streamed.state_dict()[name], tensor)
+    assert_same_state(mts.load(tmp_path / "sparse"), state_of(model))
     assert "multiplied in float32" in report.notes[0]
 
 

@@ -15,7 +15,7 @@ from transformers.utils import ModelOutput
 
 import modelopt_sparse as mts
 from tests.calibration.collecting import LAYERS, assert_same, collected, padded
-from tests.helpers import refused, tiny_llama
+from tests.helpers import assert_same_state, refused, state_of, tiny_llama
 from tests.models.architectures import ARCHITECTURES, VOCAB, ragged
 from tests.models.stacked import STACKED, Convolving, CrossModel, EncoderDecoder, Masked, Prefixed, Stacked
 from tests.oracles.brute_force import assert_stats, brute_force
@@ -660,13 +660,11 @@ def test_a_mask_of_pairs_of_tokens_is_none_of_padding():
 
 def test_blocks_are_tuned_without_the_padding_that_they_are_told_of():
     """What stands at padding changes nothing."""
-    tuned = []
-    for padding in (0.0, 50.0):
-        model = told(lambda ids: ids == 0, "padding_mask")()
+    models = [told(lambda ids: ids == 0, "padding_mask")() for _ in range(2)]
+    for model, padding in zip(models, (0.0, 50.0)):
         model.embedding.weight.data[0] = padding
         mts.sparsify(model, pattern="2:4", quality="balanced", data_loader=zero_padded(), progress=False)
-        tuned.append(dict(model.blocks.named_parameters()))
-    assert all(torch.equal(tuned[0][name], tuned[1][name]) for name in tuned[0])
+    assert_same_state(models[0].blocks, state_of(models[1].blocks))
 
 
 @pytest.mark.parametrize("rows", [5, 4])
