@@ -169,8 +169,7 @@ def test_padding_does_not_count():
     batches = [{"input_ids": each, "attention_mask": mask} for each in ids]
     others = [{"input_ids": torch.where(mask.bool(), each, 3), "attention_mask": mask} for each in ids]
     model, other = sparsified(data_loader=batches), sparsified(data_loader=others)
-    for one, two in zip(model.parameters(), other.parameters()):
-        torch.testing.assert_close(one, two, rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close([*model.parameters()], [*other.parameters()], rtol=1e-3, atol=1e-5)
     rows = torch.cat(helpers.judging_outputs(in_steps(ids)))
     held_back = {"input_ids": rows, "attention_mask": mask[:1].expand_as(rows)}
     real = held_back["attention_mask"].flatten().bool()
@@ -376,8 +375,7 @@ def test_a_head_that_is_never_called():
     reading.__class__ = ReadingItsHead
     sparsified(reading)
     sparsified(calling)
-    for ours, theirs in zip(reading.parameters(), calling.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close([*reading.parameters()], [*calling.parameters()], rtol=1e-3, atol=1e-4)
 
 
 REFUSED = [

@@ -12,7 +12,8 @@ from modelopt_sparse.accuracy import tuning
 from modelopt_sparse.accuracy.tuning import BELOW, DECAY, MOVING, TrainableMask, decay_pruned, masks_move
 from modelopt_sparse.model.find import find_layers
 from modelopt_sparse.model.masking import SparseModule
-from tests.helpers import assert_bits, assert_same_state, in_steps, refused, state_of, tiny_llama, token_batches
+from tests import helpers
+from tests.helpers import assert_same_masks, assert_same_state, in_steps, refused, state_of, tiny_llama, token_batches
 from tests.interruptions import interrupted
 
 BATCHES = 9
@@ -133,7 +134,7 @@ def test_how_weights_and_gradients_lie_in_memory_changes_no_step():
         stepped.append(parameter.detach().contiguous())
     assert not torch.equal(stepped[0], values)
     for other in stepped[1:]:
-        assert_bits(other, stepped[0])
+        helpers.assert_bits(other, stepped[0])
 
 
 MOVES = [
@@ -150,13 +151,12 @@ def test_masks_move_and_hold_their_pattern(pattern, enforce):
     model, frozen = sparsified(reconstruct={**MOVE, "epochs": 4}, **options), sparsified(reconstruct=4, **options)
     mts.verify(model, pattern)
     kept, others = ({n: p != 0 for n, p in each.named_parameters() if "proj" in n} for each in (model, frozen))
+    assert_same_masks(model, kept if enforce else {})
     assert any(not torch.equal(kept[name], others[name]) for name in kept)
     for name, mask in kept.items():
         assert mask.sum() == others[name].sum()
         if pattern == mts.Unstructured(0.6, "row"):
             assert torch.equal(mask.sum(-1), others[name].sum(-1))
-    for name, mask in mts.named_masks(model):
-        assert_bits(mask, kept[name])
     shares = []
     for block in mts.report(model).blocks:
         assert block.error_after <= block.error_before
@@ -189,9 +189,7 @@ def test_auto_moves_masks_where_the_data_holds_own_text(own_text, masks):
 def test_auto_moves_no_masks_of_the_users_and_none_in_float16():
     masks = {name: mask.clone() for name, mask in mts.named_masks(sparsified(reconstruct=None))}
     auto = {"self_data": 12, "reconstruct": {**MOVE, "masks": "auto"}}
-    own = sparsified(method=None, masks=masks, **auto)
-    for name, mask in mts.named_masks(own):
-        assert_bits(mask, masks[name])
+    assert_same_masks(sparsified(method=None, masks=masks, **auto), masks)
     half = sparsified(tiny_llama().half(), **auto)
     assert {block.way for block in mts.report(half).blocks} == {"rate 0.2, masks frozen, plain metric"}
 

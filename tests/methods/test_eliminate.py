@@ -106,8 +106,7 @@ def test_stacks_are_solved_as_each_of_their_matrices(pattern, lead, own, device)
 
 def test_the_same_input_gives_the_same_bits(device):
     current, inverse = torch.randn(33, 16), factor(16)
-    first, again = (fused(current, inverse, NM(2, 4), device) for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(first, again))
+    assert all(map(torch.equal, *(fused(current, inverse, NM(2, 4), device) for _ in range(2))))
 
 
 @pytest.mark.parametrize("rows", [1, 6])
@@ -116,8 +115,7 @@ def test_the_torch_path_leaves_its_inputs_alone(pattern, rows):
     current, inverse = torch.randn(rows, 16), factor(16)
     before = current.clone(), inverse.clone()
     plain(current, inverse, parse_pattern(pattern))
-    assert torch.equal(current, before[0])
-    assert torch.equal(inverse, before[1])
+    assert all(map(torch.equal, (current, inverse), before))
 
 
 @pytest.mark.parametrize("pattern", ["2:4", "1:4", "4:8", "1:3", "50% per row"])
@@ -143,10 +141,8 @@ def test_inputs_are_left_alone_whatever_their_strides(device):
     strided = inverse.mT.contiguous().mT
     before = current.clone(), strided.clone()
     for factor_ in (strided, inverse + torch.full((16, 16), 7.0).tril(-1)):
-        found = fused(current, factor_, NM(2, 4), device)
-        assert all(torch.equal(a, b) for a, b in zip(found, expected))
-    assert torch.equal(current, before[0])
-    assert torch.equal(strided, before[1])
+        assert all(map(torch.equal, fused(current, factor_, NM(2, 4), device), expected))
+    assert all(map(torch.equal, (current, strided), before))
 
 
 def test_no_rows_are_no_work(device):
@@ -279,9 +275,8 @@ def test_the_widest_block_of_the_kernel(device):
     current, inverse = torch.randn(3, eliminate.WIDEST_BLOCK), torch.eye(eliminate.WIDEST_BLOCK)
     inverse[0, -1] = 0.5
     for pattern in (NM(8, eliminate.WIDEST_GROUP), Unstructured(0.5, "row")):
-        found = fused(current, inverse, pattern, device)
-        for a, b in zip(found, plain(current, inverse, pattern)):
-            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+        found, expected = fused(current, inverse, pattern, device), plain(current, inverse, pattern)
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
 
 def test_the_cpu_needs_no_triton(monkeypatch):

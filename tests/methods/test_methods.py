@@ -122,10 +122,8 @@ def test_contract(name, pattern, dtype, shape):
     if mask_only:
         assert torch.equal(pruned[mask], weight[mask])
 
-    for x, old in zip((weight, stats.gram, stats.square_sums), before):
-        assert torch.equal(x, old)
-    for key, old in inner.items():
-        assert torch.equal(getattr(state, key), old)
+    assert all(map(torch.equal, (weight, stats.gram, stats.square_sums), before))
+    assert all(torch.equal(getattr(state, key), old) for key, old in inner.items())
     again = method.solve(weight, method.prepare(stats, options), spelled, options)
     assert torch.equal(again.mask, mask)
     assert torch.equal(again.weight, pruned)
