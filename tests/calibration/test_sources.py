@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor
 
 import modelopt_sparse as mts
-from modelopt_sparse.calibration.data import chat_prompts, documents_of, load_calls, tokens_of
+from modelopt_sparse.calibration.data import Call, chat_prompts, documents_of, load_calls, tokens_of
 from modelopt_sparse.plan.options import SparsifyConfig, is_data_set
 from tests.helpers import tiny_llama
 
@@ -32,6 +32,10 @@ def chatting(tokenizer):
     tokenizer = copy.copy(tokenizer)
     tokenizer.chat_template = TEMPLATE
     return tokenizer
+
+
+def calls_of(**options) -> list[Call]:
+    return load_calls(SparsifyConfig(**options), torch.nn.Linear(1, 1), [])
 
 
 def ids_of(tokenizer, text: str) -> list[int]:
@@ -181,8 +185,7 @@ def test_images_go_through_the_processor(form):
     images = pictures()
     data = images if form == "list" else Dataset.from_dict({"image": images, "label": list(range(6))})
     processor = transformers.ViTImageProcessorPil(size={"height": 8, "width": 8})
-    config = SparsifyConfig(data=data, processor=processor, num_samples=5, batch_size=2, seed=3)
-    calls = load_calls(config, torch.nn.Linear(1, 1), [])
+    calls = calls_of(data=data, processor=processor, num_samples=5, batch_size=2, seed=3)
     chosen = torch.randperm(6, generator=torch.Generator().manual_seed(3))[:5].sort().values.tolist()
     expected = processor(images=[images[i] for i in chosen], return_tensors="pt")["pixel_values"]
     assert [len(call.kwargs["pixel_values"]) for call in calls] == [2, 2, 1]
@@ -203,8 +206,7 @@ def test_chats_with_images_go_through_the_processor_one_by_one():
     parts = [[{"type": "image"}, {"type": "text", "text": "x" * n}] for n in range(1, 4)]
     chats = [[{"role": "user", "content": each}] for each in parts]
     data = Dataset.from_dict({"messages": chats, "images": [[image] for image in images]})
-    config = SparsifyConfig(data=data, processor=Processor())
-    calls = load_calls(config, torch.nn.Linear(1, 1), [])
+    calls = calls_of(data=data, processor=Processor())
     assert [call.kwargs["input_ids"].tolist() for call in calls] == [[[len("<image>") + n, 1]] for n in range(1, 4)]
 
 
@@ -214,7 +216,7 @@ def test_a_processor_goes_with_data_of_images_and_without_a_tokenizer():
             SparsifyConfig(processor=object(), **options)
     for data in (["a text"], [CHAT]):
         with pytest.raises(ValueError, match="processor= is for images: give tokenizer= in its place"):
-            load_calls(SparsifyConfig(data=data, processor=object()), torch.nn.Linear(1, 1), [])
+            calls_of(data=data, processor=object())
 
 
 # forms of rows and files ----------------------------------------------------------------------------------------------
@@ -289,8 +291,8 @@ STREAMS = {
 
 
 def windows_of(data, tokenizer, **options) -> list[Tensor]:
-    config = SparsifyConfig(data=data, tokenizer=tokenizer, num_samples=3, seq_len=4, **options)
-    return [call.kwargs["input_ids"] for call in load_calls(config, torch.nn.Linear(1, 1), [])]
+    calls = calls_of(data=data, tokenizer=tokenizer, num_samples=3, seq_len=4, **options)
+    return [call.kwargs["input_ids"] for call in calls]
 
 
 @pytest.mark.parametrize("kind", STREAMS)
@@ -329,5 +331,5 @@ def test_a_stream_of_images():
         return {"pixel_values": torch.tensor([image.getpixel((0, 0))[0] for image in images])}
 
     for data in (itertools.cycle(pictures()), streamed(lambda: itertools.cycle(pictures()), "image", label=0)):
-        config = SparsifyConfig(data=data, processor=processor, num_samples=4, batch_size=2)
-        assert [len(call.kwargs["pixel_values"]) for call in load_calls(config, torch.nn.Linear(1, 1), [])] == [2, 2]
+        calls = calls_of(data=data, processor=processor, num_samples=4, batch_size=2)
+        assert [len(call.kwargs["pixel_values"]) for call in calls] == [2, 2]
