@@ -11,26 +11,15 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, ViTConfig, ViTForImage
 from transformers.modeling_outputs import CausalLMOutput
 
 import modelopt_sparse as mts
-from modelopt_sparse.accuracy import distill as distillation
-from modelopt_sparse.accuracy import fisher as recompute
-from modelopt_sparse.accuracy import tuning
-from modelopt_sparse.accuracy.distill import Teacher
+from modelopt_sparse.accuracy import fisher, tuning
+from modelopt_sparse.accuracy.distill import Teacher, distill_from
 from modelopt_sparse.accuracy.tuning import TunedWeights, learning_rates, schedule
 from modelopt_sparse.calibration.data import Call, split_steps
 from modelopt_sparse.distributed import Processes
 from modelopt_sparse.reports.report import Report
 from modelopt_sparse.run import calibrating
-from tests.helpers import (
-    LiveBytes,
-    assert_same_state,
-    calibrated_run,
-    in_steps,
-    judging_outputs,
-    refused,
-    state_of,
-    tiny_llama,
-    token_batches,
-)
+from tests import helpers
+from tests.helpers import assert_same_state, in_steps, refused, state_of, tiny_llama, token_batches
 from tests.interruptions import interrupted
 from tests.models.tiny import TwoOutputs, tiny_gpt2, tiny_mixtral, tiny_t5
 
@@ -68,7 +57,7 @@ def test_steps_are_those_of_a_plain_loop():
     outputs = [p.shape[0] if name in masks else 0 for name, p in tuned.items()]
     rates = learning_rates([*tuned.values()], [masks.get(name) for name in tuned], outputs, 0.12)
     moments = {name: [torch.zeros_like(p), torch.zeros_like(p)] for name, p in tuned.items()}
-    held_back = torch.cat(judging_outputs(batches))
+    held_back = torch.cat(helpers.judging_outputs(batches))
     tuned_on = len(batches) - len(held_back)
     order, step, steps = torch.Generator().manual_seed(0), 0, 2 * tuned_on
 
@@ -144,13 +133,12 @@ def test_never_worse_on_what_is_held_back(options, data):
     report = mts.report(model).distillation
     held_back = in_steps(batches)[-1]
     dense, without = tiny_llama(), sparsified(data_loader=batches, **{**options, "distill": None})
-    after, before = (
-        float(mean_kl(*(logits_of(each, input_ids=held_back) for each in (dense, sparse))))
-        for sparse in (model, without)
-    )
+    goal = logits_of(dense, input_ids=held_back)
+    after, before = (float(mean_kl(goal, logits_of(each, input_ids=held_back))) for each in (model, without))
     assert after <= before
     assert report.kl_before == pytest.approx(before, rel=1e-4, abs=1e-6)
     assert report.kl_after == pytest.approx(after, rel=1e-4, abs=1e-6)
+    assert all(torch.isfinite(p).all() for p in model.parameters())
     if report.epoch == 0:
         assert_same_state(model, state_of(without))
 
@@ -176,23 +164,14 @@ def test_the_values_of_the_best_epoch_are_kept(judged, best):
     assert not any(torch.equal(a, b) for a, b in itertools.pairwise(at_the_end))
 
 
-def test_a_step_that_leaves_the_numbers_ends_it():
-    model = sparsified(distill={"learning_rate": 10, "epochs": 3}, data_loader=[b * 0 + 5 for b in token_batches(4)])
-    assert all(torch.isfinite(p).all() for p in model.parameters())
-
-
 def test_padding_does_not_count():
-    ids = token_batches(BATCHES)
-    masks = [torch.ones_like(each) for each in ids]
-    for mask in masks:
-        mask[:, -5:] = 0
-    batches = [{"input_ids": i, "attention_mask": m} for i, m in zip(ids, masks)]
-    others = [{"input_ids": torch.where(m.bool(), i, 3), "attention_mask": m} for i, m in zip(ids, masks)]
+    ids, mask = token_batches(BATCHES), (torch.arange(16) < 11).long().expand(2, -1)
+    batches = [{"input_ids": each, "attention_mask": mask} for each in ids]
+    others = [{"input_ids": torch.where(mask.bool(), each, 3), "attention_mask": mask} for each in ids]
     model, other = sparsified(data_loader=batches), sparsified(data_loader=others)
-    for one, two in zip(model.parameters(), other.parameters()):
-        torch.testing.assert_close(one, two, rtol=1e-3, atol=1e-5)
-    rows = torch.cat(judging_outputs(in_steps(ids)))
-    held_back = {"input_ids": rows, "attention_mask": masks[-1][:1].expand_as(rows)}
+    torch.testing.assert_close([*model.parameters()], [*other.parameters()], rtol=1e-3, atol=1e-5)
+    rows = torch.cat(helpers.judging_outputs(in_steps(ids)))
+    held_back = {"input_ids": rows, "attention_mask": mask[:1].expand_as(rows)}
     real = held_back["attention_mask"].flatten().bool()
     kl = mean_kl(*(logits_of(each, **held_back)[real] for each in (tiny_llama(), model)))
     assert mts.report(model).distillation.kl_after == pytest.approx(float(kl), rel=1e-4)
@@ -216,24 +195,19 @@ def test_a_head_that_is_pruned_is_no_teacher():
 
 # models -------------------------------------------------------------------------------------------------------------
 
+SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES["initializer_range"] = 0.3
+
 
 def soft_capped():
     torch.manual_seed(0)
-    config = Gemma2Config(
-        vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, final_logit_softcapping=2.0, max_position_embeddings=64,
-        initializer_range=0.3, pad_token_id=0, eos_token_id=1, bos_token_id=2,
-    )  # fmt: skip
+    config = Gemma2Config(vocab_size=97, num_key_value_heads=2, head_dim=8, final_logit_softcapping=2.0, **SIZES)
     return Gemma2ForCausalLM(config).eval()
 
 
 def vision():
     torch.manual_seed(0)
-    config = ViTConfig(
-        image_size=16, patch_size=8, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_labels=5, initializer_range=0.3,
-    )  # fmt: skip
-    return ViTForImageClassification(config).eval()
+    return ViTForImageClassification(ViTConfig(image_size=16, patch_size=8, num_labels=5, **SIZES)).eval()
 
 
 def encoder_decoder():
@@ -251,11 +225,21 @@ def images():
     return [{"pixel_values": torch.randn(4, 3, 16, 16, generator=random)} for _ in range(4)]
 
 
+def texts():
+    return [{"input_ids": ids} for ids in token_batches(4)]
+
+
 MODELS = {
-    "logits that are capped": (soft_capped, lambda: [{"input_ids": ids} for ids in token_batches(4)]),
+    "logits that are capped": (soft_capped, texts),
     "encoder and decoder": (encoder_decoder, pairs),
     "a classifier of images": (vision, images),
-    "experts": (tiny_mixtral, lambda: [{"input_ids": ids} for ids in token_batches(4)]),
+    "experts": (tiny_mixtral, texts),
+}
+CLOSER = {
+    **MODELS,
+    "bfloat16": (lambda: tiny_llama().bfloat16(), lambda: texts() * 2),
+    "float16": (lambda: tiny_llama().half(), lambda: texts() * 2),
+    "magnitude, which needs no data": (tiny_llama, texts),
 }
 
 
@@ -263,7 +247,7 @@ MODELS = {
 def test_the_teacher_predicts_what_the_dense_model_did(name):
     build, data = MODELS[name]
     model, dense, batches = build(), build(), data()
-    run, calibration = calibrated_run(model, "wanda", data_loader=batches, distill=True)
+    run, calibration = helpers.calibrated_run(model, "wanda", data_loader=batches, distill=True)
     with calibrating(model):
         teacher = Teacher.of(calibration)
         for layer_plan in run.plan.layers:
@@ -276,23 +260,17 @@ def test_the_teacher_predicts_what_the_dense_model_did(name):
             torch.testing.assert_close(sparse, logits_of(changed, **batch))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", CLOSER)
 def test_models_come_closer(name):
-    build, data = MODELS[name]
-    model = sparsified(build(), data_loader=data() * 3)
+    build, data = CLOSER[name]
+    method, (dtype,) = "magnitude" if "magnitude" in name else "wanda", {p.dtype for p in build().parameters()}
+    model = sparsified(build(), method, data_loader=data() * 3)
     report = mts.report(model).distillation
     assert report.kl_after < report.kl_before
-    mts.verify(model, "2:4")
-    assert {layer.recipe for layer in mts.report(model).layers} == {"wanda+distill"}
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision(dtype):
-    model = sparsified(tiny_llama().to(dtype), data_loader=token_batches(24))
-    report = mts.report(model).distillation
-    assert report.kl_after < report.kl_before
+    assert not math.isnan(report.seconds)
     assert {p.dtype for p in model.parameters()} == {dtype}
     mts.verify(model, "2:4")
+    assert {layer.recipe for layer in mts.report(model).layers} == {f"{method}+distill"}
 
 
 # how it leaves things -----------------------------------------------------------------------------------------------
@@ -317,7 +295,11 @@ def test_an_interruption_leaves_the_best_values_so_far(monkeypatch, stopped_in):
     judged = []
     judge = tuning.BatchNumbers.validation_error
     monkeypatch.setattr(tuning.BatchNumbers, "validation_error", lambda *a: judged.append(judge(*a)) or judged[-1])
-    model, dense, held_back = tiny_llama(), tiny_llama(), torch.cat(judging_outputs(in_steps(token_batches(BATCHES))))
+    model, dense, held_back = (
+        tiny_llama(),
+        tiny_llama(),
+        torch.cat(helpers.judging_outputs(in_steps(token_batches(BATCHES)))),
+    )
     before = [type(layer) for layer in model.model.layers]
     with interrupted(tuning, "_take_step", stopped_in):
         sparsified(model)
@@ -331,8 +313,8 @@ def test_an_interruption_leaves_the_best_values_so_far(monkeypatch, stopped_in):
 
 def test_blocks_keep_no_activations(monkeypatch):
     """Each runs twice for each batch, and once more in the backward pass, in the opposite order."""
-    calls, real = [], recompute._Onloaded.leave_for
-    monkeypatch.setattr(recompute._Onloaded, "leave_for", lambda self, block: calls.append(block) or real(self, block))
+    calls, real = [], fisher._Onloaded.leave_for
+    monkeypatch.setattr(fisher._Onloaded, "leave_for", lambda self, block: calls.append(block) or real(self, block))
     model = sparsified(distill=1)
     blocks = list(model.model.layers)
     assert calls == [*blocks, *reversed(blocks)] * (2 * BATCHES - 4)
@@ -341,17 +323,15 @@ def test_blocks_keep_no_activations(monkeypatch):
 
 def test_gradients_are_gone_when_the_next_block_has_its_own(monkeypatch):
     """Of a model with many blocks no more than one block's gradients are there at a time."""
-    model = tiny_llama(num_hidden_layers=6)
-    most, real = 0, tuning.TunedWeight.pop_gradient
+    model, sizes, real = tiny_llama(num_hidden_layers=6), [], tuning.TunedWeight.pop_gradient
 
     def taken(weight):
-        nonlocal most
-        most = max(most, sum(p.grad.numel() for p in model.parameters() if p.grad is not None))
+        sizes.append(sum(p.grad.numel() for p in model.parameters() if p.grad is not None))
         return real(weight)
 
     monkeypatch.setattr(tuning.TunedWeight, "pop_gradient", taken)
     sparsified(model, distill=1)
-    assert 0 < most <= sum(p.numel() for p in model.model.layers[0].parameters())
+    assert 0 < max(sizes) <= sum(p.numel() for p in model.model.layers[0].parameters())
 
 
 # report, plan, refusals ---------------------------------------------------------------------------------------------
@@ -395,31 +375,31 @@ def test_a_head_that_is_never_called():
     reading.__class__ = ReadingItsHead
     sparsified(reading)
     sparsified(calling)
-    for ours, theirs in zip(reading.parameters(), calling.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close([*reading.parameters()], [*calling.parameters()], rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"enforce": False}, ["enforce=False leaves none", "export(model)"]),
-        ({"update": False}, ["update=False keeps the dense values, which distill would"]),
-        ({"distill": {"rate": 1}}, ["distill: option 'rate' is not known"]),
-        ({"distill": {"epochs": 0}}, ["distill: epochs=0: must be a positive"]),
-        ({"distill": {"learning_rate": 0}}, ["distill: learning_rate=0: must be"]),
-        ({"distill": {"moments": "float16"}}, ["distill: moments='float16': allowed are 'bfloat16', 'float32'"]),
-        ({"device": "meta"}, ["distill runs the whole model, which is on cpu"]),
-    ],
-)
+REFUSED = [
+    ({"enforce": False}, ["enforce=False leaves none", "export(model)"]),
+    ({"update": False}, ["update=False keeps the dense values, which distill would"]),
+    ({"distill": {"rate": 1}}, ["distill: option 'rate' is not known"]),
+    ({"distill": {"epochs": 0}}, ["distill: epochs=0: must be a positive"]),
+    ({"distill": {"learning_rate": 0}}, ["distill: learning_rate=0: must be"]),
+    ({"distill": {"moments": "float16"}}, ["distill: moments='float16': allowed are 'bfloat16', 'float32'"]),
+    ({"device": "meta"}, ["distill runs the whole model, which is on cpu"]),
+]
+
+
+@pytest.mark.parametrize(("options", "words"), REFUSED)
 def test_options_that_are_refused(options, words):
     refused(sparsified, tiny_llama(), **options, parts=words)
 
 
 def test_what_is_refused(tmp_path):
-    message = refused(
-        sparsified, TwoOutputs(tiny_llama().config).eval(), parts=["no logits but 'last_hidden_state'", "'pooled'"]
-    )
-    assert "batch 0" not in message
+    model, calls = TwoOutputs(tiny_llama().config).eval(), []
+    model.register_forward_hook(lambda *_: calls.append(1))
+    parts = ["no logits but 'last_hidden_state'", "'pooled'", "give output=, a name"]
+    assert "batch 0" not in refused(sparsified, model, parts=parts)
+    assert len(calls) == 1
     centred = tiny_llama()
     centred.__class__ = Centred
     refused(sparsified, centred, parts=["distill: the output head puts out something else beside other samples"])
@@ -442,13 +422,6 @@ def test_a_head_may_round_otherwise_for_more_rows():
     assert mts.report(sparsified(model, data_loader=token_batches(4))).distillation is not None
 
 
-def test_a_method_without_data_can_be_distilled():
-    model = sparsified(method="magnitude")
-    report = mts.report(model).distillation
-    assert report.kl_after < report.kl_before
-    assert not math.isnan(report.seconds)
-
-
 @pytest.mark.parametrize("moments", ["float32", "bfloat16"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_plan_bounds_what_it_takes(dtype, moments):
@@ -458,11 +431,11 @@ def test_the_plan_bounds_what_it_takes(dtype, moments):
     options = {"data_loader": data, "distill": {"epochs": 1, "moments": moments}}
     plan = mts.make_plan(model, "magnitude", **options)
     mts.sparsify(model, "magnitude", progress=False)
-    run, calibration = calibrated_run(model, "magnitude", replace=True, **options)
+    run, calibration = helpers.calibrated_run(model, "magnitude", replace=True, **options)
     with calibrating(model):
         teacher = Teacher.of(calibration)
-        with LiveBytes(*model.parameters(), *model.buffers()) as live:
-            distillation.distill_from(teacher, run)
+        with helpers.LiveBytes(*model.parameters(), *model.buffers()) as live:
+            distill_from(teacher, run)
     stated = plan.memory["distillation"] + plan.memory["distillation_on_the_host"]
     assert stated / 2 < live.peak < 1.1 * stated
     whole = sum(layer.size for layer in plan.layers) * (12 if moments == "float32" else 8)
@@ -498,26 +471,20 @@ def test_units_are_rows_of_a_batch_and_know_their_step():
     assert torch.equal(torch.cat([each.args[0] for each in found[:3]]), first.args[0])
 
 
-@pytest.mark.parametrize("why", ["no logits but", "enforce=False", "a forward_loop"])
-def test_quality_max_leaves_out_what_the_model_cannot_have(why):
-    """The report says so; asked for by name, it is an error after one call of the model."""
-    model, batches = TwoOutputs(tiny_llama().config), token_batches(4)
-    options = {"data_loader": batches, "quality": "max", "pattern": "2:4", "reconstruct": 1, "progress": False}
-    if why == "enforce=False":
-        options["enforce"] = False
-    if why == "a forward_loop":
-        options |= {"data_loader": None, "forward_loop": lambda model: [model(batch) for batch in batches]}
-    mts.sparsify(model, None, **options)
+LEFT_OUT = [
+    ("no logits but", {"data_loader": token_batches(4)}),
+    ("enforce=False", {"data_loader": token_batches(4), "enforce": False}),
+    ("a forward_loop", {"forward_loop": lambda model: [model(batch) for batch in token_batches(4)]}),
+]
+
+
+@pytest.mark.parametrize(("why", "more"), LEFT_OUT)
+def test_quality_max_leaves_out_what_the_model_cannot_have(why, more):
+    """The report says so; asked for by name, it is an error."""
+    model = TwoOutputs(tiny_llama().config)
+    mts.sparsify(model, None, quality="max", pattern="2:4", reconstruct=1, progress=False, **more)
     report = mts.report(model)
     assert [note for note in report.notes if note.startswith("no distillation: ") and why in note]
     assert report.distillation is None
     assert report.settings["distill"] is None
     assert not any("distill" in layer.recipe for layer in report.layers)
-
-
-def test_distill_by_name_is_refused_after_one_call():
-    model, calls = TwoOutputs(tiny_llama().config), []
-    model.register_forward_hook(lambda *_: calls.append(1))
-    with pytest.raises(ValueError, match=r"no logits but .*: give output=, a name"):
-        mts.sparsify(model, "wanda", data_loader=token_batches(4), distill=True, progress=False)
-    assert len(calls) == 1

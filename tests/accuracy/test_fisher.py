@@ -11,16 +11,9 @@ from modelopt_sparse.accuracy import fisher as recompute
 from modelopt_sparse.accuracy.fisher import PLAIN, metric, with_metrics
 from modelopt_sparse.plan.options import Reconstruct
 from modelopt_sparse.run import InMemory, calibrating
-from tests.helpers import (
-    Snapshot,
-    assert_same_state,
-    calibrated_run,
-    in_steps,
-    refused,
-    state_of,
-    tiny_llama,
-    token_batches,
-)
+from tests import helpers
+from tests.helpers import Snapshot, assert_same_state, in_steps, refused, state_of, tiny_llama, token_batches
+from tests.oracles import reference
 
 BATCHES = 5
 FISHER = {"epochs": 2, "metric": "fisher"}
@@ -33,18 +26,22 @@ def sparsified(model=None, **options):
 
 
 def data_of(model, batches, **options):
-    return calibrated_run(model, "wanda", data_loader=batches, reconstruct=FISHER, **options)[1]
+    return helpers.calibrated_run(model, "wanda", data_loader=batches, reconstruct=FISHER, **options)[1]
+
+
+def metrics_of(model, batches):
+    with calibrating(model):
+        return with_metrics(data_of(model, batches)).metrics
 
 
 def outputs_of_blocks(model, **inputs):
     """Logits, and the output of each block, in one graph."""
     outputs = []
-    hooks = [
-        layer.register_forward_hook(
-            lambda m, a, output: outputs.append(output[0] if isinstance(output, tuple) else output)
-        )
-        for layer in model.model.layers
-    ]
+
+    def keep(block, args, output):
+        outputs.append(output[0] if isinstance(output, tuple) else output)
+
+    hooks = [layer.register_forward_hook(keep) for layer in model.model.layers]
     logits = model(**inputs).logits
     for hook in hooks:
         hook.remove()
@@ -54,18 +51,11 @@ def outputs_of_blocks(model, **inputs):
 def test_metrics_by_gradients_of_each_label():
     """Labels are drawn once more as the code draws them; each gradient is asked of autograd by itself."""
     model, batches = tiny_llama().eval(), token_batches(2)
-    with calibrating(model):
-        metrics = with_metrics(data_of(model, batches)).metrics
+    metrics = metrics_of(model, batches)
     sums = [torch.zeros(32, 32) for _ in model.model.layers]
     for number, ids in enumerate(in_steps(batches)):
-        labels = torch.Generator().manual_seed(number)
         logits, outputs = outputs_of_blocks(model, input_ids=ids)
-        log_p = logits.flatten(0, 1).log_softmax(-1)
-        places = torch.rand(len(log_p), generator=labels, dtype=torch.float64)
-        cumulative = log_p.detach().double().exp().cumsum(-1)
-        drawn = (cumulative <= (places * cumulative[:, -1])[:, None]).sum(-1)
-        loss = -log_p[torch.arange(len(log_p)), drawn].sum()
-        for total, gradient in zip(sums, torch.autograd.grad(loss, outputs)):
+        for total, gradient in zip(sums, torch.autograd.grad(reference.drawn_loss(logits, number), outputs)):
             for row in gradient.flatten(0, 1):
                 total += torch.outer(row, row)
     for block, total in zip(model.model.layers, sums):
@@ -80,12 +70,8 @@ def test_padding_has_no_labels():
     mask = torch.ones_like(ids)
     mask[:, -4:] = 0
     other = torch.where(mask.bool(), ids, (ids + 1) % 97)
-    with calibrating(model):
-        one, two = (
-            with_metrics(data_of(model, [{"input_ids": each, "attention_mask": mask}])).metrics for each in (ids, other)
-        )
-    for block in model.model.layers:
-        torch.testing.assert_close(one[block], two[block])
+    one, two = (metrics_of(model, [{"input_ids": each, "attention_mask": mask}]) for each in (ids, other))
+    torch.testing.assert_close(one, two)
 
 
 def test_only_the_first_rows_of_the_users_data_are_looked_at():
@@ -115,14 +101,10 @@ def test_a_direction_that_nothing_depends_on_counts_as_the_plain_share():
 def test_errors_are_measured_in_the_metric():
     """Of the first block, before and after, by plain hooks on the finished model and on one without reconstruction."""
     model, dense, plain = sparsified(), tiny_llama().eval(), sparsified(reconstruct=None)
-    with calibrating(dense):
-        metrics = with_metrics(data_of(dense, token_batches(BATCHES))).metrics
-    held_back = in_steps(token_batches(BATCHES))[-1]
+    root = metrics_of(dense, token_batches(BATCHES))[dense.model.layers[0]]
+    held_back = {"input_ids": in_steps(token_batches(BATCHES))[-1]}
     with torch.no_grad():
-        goal, before, after = (
-            outputs_of_blocks(each.eval(), input_ids=held_back)[1][0] for each in (dense, plain, model)
-        )
-    root = metrics[dense.model.layers[0]]
+        goal, before, after = (outputs_of_blocks(each.eval(), **held_back)[1][0] for each in (dense, plain, model))
     block = mts.report(model).blocks[0]
     for error, output in ((block.error_before, before), (block.error_after, after)):
         wanted = ((output - goal) @ root).square().sum() / (goal @ root).square().sum()
@@ -136,10 +118,8 @@ def test_the_model_is_left_as_it_was_and_reruns_have_the_same_bits():
     model = tiny_llama()
     model.model.embed_tokens.weight.requires_grad_(False)
     before = Snapshot(model)
-    with calibrating(model):
-        with_metrics(data_of(model, token_batches(2)))
+    metrics_of(model, token_batches(2))
     assert Snapshot(model).look == before.look
-    assert [p.requires_grad for p in model.parameters()].count(False) == 1
     assert all(p.grad is None for p in model.parameters())
     assert_same_state(sparsified(), state_of(sparsified()))
 
@@ -190,8 +170,7 @@ def test_the_backward_pass_holds_one_block(monkeypatch):
     order, real = [], recompute._Onloaded.leave_for
     monkeypatch.setattr(recompute._Onloaded, "leave_for", lambda self, block: order.append(block) or real(self, block))
     model = tiny_llama(num_hidden_layers=4)
-    with calibrating(model):
-        with_metrics(data_of(model, token_batches(1)))
+    metrics_of(model, token_batches(1))
     blocks = list(model.model.layers)
     assert order == [*blocks, *reversed(blocks[1:])] * 2, "nothing before the first block's output asks for gradients"
 
@@ -221,8 +200,6 @@ def test_with_device_a_block_stays_there_until_the_next_one_runs():
 
 
 def test_the_plan_counts_the_metrics():
-    more = mts.make_plan(tiny_llama(), "wanda", reconstruct=FISHER).memory
-    assert more["fisher_metrics"] == 2 * 4 * 32**2
-    streamed = mts.make_plan(tiny_llama(), "wanda", reconstruct=FISHER).streamed
-    assert streamed["host"]["fisher_metrics"] == more["fisher_metrics"]
+    plan = mts.make_plan(tiny_llama(), "wanda", reconstruct=FISHER)
+    assert plan.memory["fisher_metrics"] == plan.streamed["host"]["fisher_metrics"] == 2 * 4 * 32**2
     assert "fisher_metrics" not in mts.make_plan(tiny_llama(), "wanda", reconstruct=2).memory

@@ -12,7 +12,8 @@ from modelopt_sparse.accuracy import tuning
 from modelopt_sparse.accuracy.tuning import BELOW, DECAY, MOVING, TrainableMask, decay_pruned, masks_move
 from modelopt_sparse.model.find import find_layers
 from modelopt_sparse.model.masking import SparseModule
-from tests.helpers import assert_bits, assert_same_state, in_steps, refused, state_of, tiny_llama, token_batches
+from tests import helpers
+from tests.helpers import assert_same_masks, assert_same_state, in_steps, refused, state_of, tiny_llama, token_batches
 from tests.interruptions import interrupted
 
 BATCHES = 9
@@ -133,19 +134,29 @@ def test_how_weights_and_gradients_lie_in_memory_changes_no_step():
         stepped.append(parameter.detach().contiguous())
     assert not torch.equal(stepped[0], values)
     for other in stepped[1:]:
-        assert_bits(other, stepped[0])
+        helpers.assert_bits(other, stepped[0])
 
 
-@pytest.mark.parametrize("enforce", [True, False])
-def test_masks_move_and_hold_their_pattern(enforce):
-    options = {"enforce": enforce, "data_loader": token_batches(BATCHES), "reconstruct": {**MOVE, "epochs": 4}}
-    frozen = sparsified(**{**options, "reconstruct": 4})
-    model = sparsified(**options)
-    mts.verify(model, "2:4")
+MOVES = [
+    (mts.NM(2, 4), True),
+    (mts.NM(2, 4), False),
+    (mts.Unstructured(0.6, "row"), True),
+    (mts.Unstructured(0.6, "matrix"), True),
+]
+
+
+@pytest.mark.parametrize(("pattern", "enforce"), MOVES, ids=str)
+def test_masks_move_and_hold_their_pattern(pattern, enforce):
+    options = {"pattern": pattern, "enforce": enforce}
+    model, frozen = sparsified(reconstruct={**MOVE, "epochs": 4}, **options), sparsified(reconstruct=4, **options)
+    mts.verify(model, pattern)
     kept, others = ({n: p != 0 for n, p in each.named_parameters() if "proj" in n} for each in (model, frozen))
+    assert_same_masks(model, kept if enforce else {})
     assert any(not torch.equal(kept[name], others[name]) for name in kept)
-    for name, mask in mts.named_masks(model):
-        assert_bits(mask, kept[name])
+    for name, mask in kept.items():
+        assert mask.sum() == others[name].sum()
+        if pattern == mts.Unstructured(0.6, "row"):
+            assert torch.equal(mask.sum(-1), others[name].sum(-1))
     shares = []
     for block in mts.report(model).blocks:
         assert block.error_after <= block.error_before
@@ -165,19 +176,6 @@ def test_a_rerun_has_the_same_bits():
     assert_same_state(sparsified(), state_of(sparsified()))
 
 
-@pytest.mark.parametrize("pattern", [mts.Unstructured(0.6, "row"), mts.Unstructured(0.6, "matrix")])
-def test_unstructured_masks_move_and_hold_their_level(pattern):
-    options = {"pattern": pattern, "data_loader": token_batches(BATCHES)}
-    model, frozen = sparsified(reconstruct={**MOVE, "epochs": 4}, **options), sparsified(reconstruct=4, **options)
-    mts.verify(model, pattern)
-    others = dict(mts.named_masks(frozen))
-    assert any(not torch.equal(mask, others[name]) for name, mask in mts.named_masks(model))
-    for name, mask in mts.named_masks(model):
-        assert mask.sum() == others[name].sum()
-        if pattern.scope == "row":
-            assert torch.equal(mask.sum(-1), others[name].sum(-1))
-
-
 @pytest.mark.parametrize(("own_text", "masks"), [(0, "frozen"), (12, "move")])
 def test_auto_moves_masks_where_the_data_holds_own_text(own_text, masks):
     auto, named = (
@@ -191,9 +189,7 @@ def test_auto_moves_masks_where_the_data_holds_own_text(own_text, masks):
 def test_auto_moves_no_masks_of_the_users_and_none_in_float16():
     masks = {name: mask.clone() for name, mask in mts.named_masks(sparsified(reconstruct=None))}
     auto = {"self_data": 12, "reconstruct": {**MOVE, "masks": "auto"}}
-    own = sparsified(method=None, masks=masks, **auto)
-    for name, mask in mts.named_masks(own):
-        assert_bits(mask, masks[name])
+    assert_same_masks(sparsified(method=None, masks=masks, **auto), masks)
     half = sparsified(tiny_llama().half(), **auto)
     assert {block.way for block in mts.report(half).blocks} == {"rate 0.2, masks frozen, plain metric"}
 

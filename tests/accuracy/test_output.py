@@ -30,6 +30,10 @@ def distance(dense, sparse):
     return (dense - sparse).abs()
 
 
+def second(out):
+    return out["b"]
+
+
 # what it puts out of hidden states and mask; options; which tensor counts; whether there is one for each token
 CASES = {
     "a tensor": (mean_of_real, {}, lambda out: out, False),
@@ -40,18 +44,8 @@ CASES = {
     "the second of two": (lambda h, _: (h.mean(), h.exp(), h.tanh()), {"output": 2}, lambda out: out[2], True),
     "images": (lambda h, _: {"sample": h.unflatten(-1, (4, 8)), "step": 3}, {}, lambda out: out["sample"], True),
     "an encoder": (lambda h, _: BaseModelOutput(last_hidden_state=h), {}, lambda out: out.last_hidden_state, True),
-    "a name and KL": (
-        lambda h, m: {"pooled": h[:, 0], "scores": h},
-        {"output": "scores", "divergence": "kl"},
-        lambda out: out["scores"],
-        True,
-    ),
-    "functions": (
-        lambda h, _: {"a": h, "b": h},
-        {"output": lambda out: out["b"], "divergence": distance},
-        lambda out: out["b"],
-        True,
-    ),
+    "a name and KL": (lambda h, _: {"a": h[:, 0], "b": h}, {"output": "b", "divergence": "kl"}, second, True),
+    "functions": (lambda h, _: {"a": h, "b": h}, {"output": second, "divergence": distance}, second, True),
 }
 
 
@@ -80,6 +74,18 @@ def batches_of(other=0, count=4):
     return batches
 
 
+def divergence_of(case):
+    return CASES[case][1].get("divergence", "squared")
+
+
+def gradients_in(case, model, batches):
+    """(the plan of a run with the Fisher metric, the gradients that it takes)."""
+    options = {"data_loader": batches, "reconstruct": {"metric": "fisher"}, **CASES[case][1]}
+    run, data = calibrated_run(model, "wanda", **options)
+    with calibrating(model):
+        return gradients_of(data, run.plan.blocks, [plan.layer for plan in run.plan.layers])
+
+
 def counting(case, model, batch):
     """The tensor that counts, in float64."""
     return CASES[case][2](copy.deepcopy(model).double()(**batch))
@@ -96,7 +102,7 @@ def apart(case, dense, sparse, batches):
         torch.cat([without_padding(case, counting(case, model, batch), batch) for batch in batches])
         for model in (dense, sparse)
     )
-    by = CASES[case][1].get("divergence", "squared")
+    by = divergence_of(case)
     if by == "kl":
         return float((p.softmax(-1) * (p.log_softmax(-1) - q.log_softmax(-1))).sum(-1).mean())
     if by == "bernoulli":
@@ -116,12 +122,8 @@ def case(request):
 
 def test_fisher_by_gradients_of_each_number(case):
     """Of blocks' outputs and rows of weights: drawn once more as the code draws them, summed up row by row."""
-    model, batches = model_of(case), batches_of(count=2)
-    options = {"data_loader": batches, "reconstruct": {"metric": "fisher"}, **CASES[case][1]}
-    run, data = calibrated_run(model, "wanda", **options)
-    with calibrating(model):
-        ours = gradients_of(data, run.plan.blocks, [plan.layer for plan in run.plan.layers])
-    by = CASES[case][1].get("divergence", "squared")
+    model, batches, by = model_of(case), batches_of(count=2), divergence_of(case)
+    ours = gradients_in(case, model, batches)
     exact = copy.deepcopy(model).double()
     informations = [torch.zeros(WIDTH, WIDTH, dtype=torch.float64) for _ in exact.layers]
     rows, of_all = {name: torch.zeros(ours.rows[name].shape, dtype=torch.float64) for name in ours.rows}, []
@@ -171,7 +173,7 @@ def test_a_budget_measures_plans(case):
     report = mts.report(model)
     said = report.settings["budget"]
     assert said["tried"][said["taken"]][1] == pytest.approx(apart(case, dense, model, batches[-1:]), rel=1e-3)
-    by = CASES[case][1].get("divergence", "squared")
+    by = divergence_of(case)
     assert report.settings.get("divergence", "kl") == getattr(by, "__name__", by)
 
 
@@ -202,7 +204,7 @@ def test_the_judge(case):
     evaluation = mts.evaluate(model, batches, reference=dense, progress=False, **CASES[case][1])
     assert evaluation.kl == pytest.approx(apart(case, dense, model, batches), rel=1e-3)
     assert (evaluation.perplexity, evaluation.windows, evaluation.seq_len) == (None, 8, None)
-    by = CASES[case][1].get("divergence", "squared")
+    by = divergence_of(case)
     assert evaluation.divergence == getattr(by, "__name__", by)
     assert mts.Evaluation.from_dict(evaluation.as_dict()) == evaluation
     mts.report(model).evaluation = evaluation
@@ -260,10 +262,7 @@ def test_padding_counts_nowhere(case):
     for other in (0, 1):
         model, batches = model_of(case), batches_of(other)
         sparse = mts.sparsify(model_of(case), "magnitude")
-        options = {"data_loader": batches, "reconstruct": {"metric": "fisher"}, **CASES[case][1]}
-        run, data = calibrated_run(model, "wanda", **options)
-        with calibrating(model):
-            ours = gradients_of(data, run.plan.blocks, [plan.layer for plan in run.plan.layers])
+        ours = gradients_in(case, model, batches)
         evaluation = mts.evaluate(sparse, batches, reference=model, progress=False, **CASES[case][1])
         figures.append([ours.tokens, evaluation.kl, *(float(each.sum()) for each in ours.rows.values())])
     assert figures[0] == pytest.approx(figures[1], rel=1e-4)
@@ -361,13 +360,8 @@ OPTIONS = {
 
 @pytest.mark.parametrize("message", OPTIONS)
 def test_options_that_are_refused(message):
-    data = {"data_loader": batches_of(), "progress": False}
-    refused(
-        lambda model, **more: mts.sparsify(model, "wanda", **{**data, "distill": 1, **more}),
-        model_of("a tensor"),
-        **OPTIONS[message],
-        parts=[message],
-    )
+    options = {"data_loader": batches_of(), "distill": 1, **OPTIONS[message]}
+    refused(mts.sparsify, model_of("a tensor"), "wanda", **options, parts=[message])
 
 
 def test_what_the_judge_refuses():
@@ -385,10 +379,8 @@ def test_what_the_judge_refuses():
 def test_text_is_batches_where_a_divergence_is_named():
     tokens = torch.arange(3, 3 + 2 * WIDTH + 5) % 90
     model, dense = mts.sparsify(tiny_llama(), "magnitude"), tiny_llama()
-    evaluation = mts.evaluate(
-        model, tokens, seq_len=WIDTH, reference=dense, batch_size=1, divergence="squared", progress=False
-    )
+    how = {"reference": dense, "divergence": "squared", "progress": False}
+    evaluation = mts.evaluate(model, tokens, seq_len=WIDTH, batch_size=1, **how)
     batches = [{"input_ids": ids[None]} for ids in tokens[: 2 * WIDTH].split(WIDTH)]
-    same = mts.evaluate(model, batches, reference=dense, divergence="squared", progress=False)
-    assert evaluation == same
+    assert evaluation == mts.evaluate(model, batches, **how)
     assert (evaluation.perplexity, evaluation.windows) == (None, 2)

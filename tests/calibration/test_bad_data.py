@@ -12,12 +12,6 @@ from tests.models.architectures import ARCHITECTURES, texts
 from tests.models.stacked import Stacked, Unused, vectors
 
 
-def _used_up() -> object:
-    batches = (batch for batch in token_batches())
-    list(batches)
-    return batches
-
-
 class Asks(Unused):
     """Only the dtype of the spare layer's weight is read."""
 
@@ -37,31 +31,23 @@ def behind(batch: object) -> dict[str, object]:
 
 NO_BATCH = "data_loader gives no batch, as a generator .* used up"
 NOT_TAKEN = (
-    "LlamaForCausalLM cannot take calibration batch 1, .*{}.*Give batches that model\\(\\*\\*batch\\) takes, or a c"
+    r"LlamaForCausalLM cannot take calibration batch 1, .*{}.*Give batches that model\(\*\*batch\) takes, or a c"
 )
 UNSEEN = "3 layers saw no calibration data: blocks.0.spare; blocks.1.spare; blocks.2.spare: give data that reaches them"
-NO_IMAGES = (
-    "12 layers saw no calibration data: model.vision_tower.*give data that reaches them \\(images, if they take im"
-)
+NO_IMAGES = r"12 layers saw no calibration data: model.vision_tower.*give data that reaches them \(images, if they take"
+NUMPY = NOT_TAKEN.format(r"numpy int64 \[2, 16\].*: TypeError: .* not numpy.ndarray")
+NANS = {"data_loader": [*vectors(), torch.full_like(vectors()[0], torch.nan)]}
 REFUSED = {
     "no batches": (tiny_llama, {"data_loader": []}, NO_BATCH),
-    "used up": (tiny_llama, {"data_loader": _used_up()}, NO_BATCH),
+    "used up": (tiny_llama, {"data_loader": iter(())}, NO_BATCH),
     "no call": (tiny_llama, {"forward_loop": id}, "forward_loop called no layer; it must run model"),
     # RuntimeError: no integers; IndexError: no such token; ValueError: neither input_ids nor inputs_embeds
     "floats": (tiny_llama, behind({"input_ids": torch.zeros(2, 8)}), NOT_TAKEN.format("\\[2, 8\\]")),
     "unknown tokens": (tiny_llama, behind({"input_ids": torch.full((2, 9), 999)}), NOT_TAKEN.format("\\[2, 9\\]")),
     "wrong name": (tiny_llama, behind({"tokens": torch.zeros(2, 7).long()}), NOT_TAKEN.format("\\[2, 7\\]")),
     "image size": (small_vit, {"data_loader": [torch.zeros(1, 3, 8, 8)]}, "ViT.* cannot take calibration batch 0"),
-    "NaN": (
-        Stacked,
-        {"data_loader": [*vectors(), torch.full_like(vectors()[0], float("nan"))]},
-        "layer 'blocks.0.up': its input holds NaN or inf: check the data",
-    ),
-    "numpy": (
-        tiny_llama,
-        behind({"input_ids": token_batches()[0].numpy()}),
-        NOT_TAKEN.format("numpy int64 \\[2, 16\\].*: TypeError: .* not numpy.ndarray"),
-    ),
+    "NaN": (Stacked, NANS, "layer 'blocks.0.up': its input holds NaN or inf: check the data"),
+    "numpy": (tiny_llama, behind({"input_ids": token_batches()[0].numpy()}), NUMPY),
     "unused layer": (lambda: Stacked(block=Unused), {"data_loader": vectors()}, UNSEEN),
     "only the dtype": (lambda: Stacked(block=Asks), {"data_loader": vectors()}, UNSEEN),
     "text alone": (ARCHITECTURES["llava"].build, {"data_loader": texts("right")}, NO_IMAGES),
@@ -84,17 +70,12 @@ def test_a_batch_of_a_wrong_type_is_named(batch, by):
     refused(mts.sparsify, tiny_llama(), match=match, error=TypeError, **options)
 
 
-def test_layers_that_see_no_data_may_be_left_out():
-    mts.sparsify(Stacked(block=Unused), "wanda", data_loader=vectors(), exclude="*.spare", progress=False)
+def test_layers_that_see_no_data_may_be_left_out_or_need_none():
     model = ARCHITECTURES["llava"].build()
     mts.sparsify(model, "wanda", data_loader=texts("right"), exclude="model.vision_tower.*", progress=False)
-
-
-def test_a_layer_that_needs_no_data_may_see_none():
-    model = Stacked(block=Unused)
-    rules = {"*.spare": {"method": "magnitude"}}
-    mts.sparsify(model, "wanda", data_loader=vectors(), rules=rules, progress=False)
-    assert len(mts.verify(model, "2:4").layers) == 9
+    for options, layers in ({"exclude": "*.spare"}, 6), ({"rules": {"*.spare": {"method": "magnitude"}}}, 9):
+        model = mts.sparsify(Stacked(block=Unused), "wanda", data_loader=vectors(), progress=False, **options)
+        assert len(mts.verify(model, "2:4").layers) == layers
 
 
 READS = {

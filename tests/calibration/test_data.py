@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from threading import Lock
 from types import SimpleNamespace
 
@@ -24,16 +25,9 @@ def _loader(*tensors: Tensor) -> DataLoader:
     return DataLoader(TensorDataset(*tensors), batch_size=2)
 
 
-def _run_all(batches: list[Tensor]) -> Callable[[nn.Module], None]:
-    def loop(model: nn.Module) -> None:
-        for batch in batches:
-            model(input_ids=batch)
-
-    return loop
-
-
-def _run_in_inference_mode(batches: list[Tensor]) -> Callable[[nn.Module], None]:
-    return torch.inference_mode()(_run_all(batches))
+def _run_all(batches: list[Tensor], model: nn.Module) -> None:
+    for batch in batches:
+        model(input_ids=batch)
 
 
 IDS = torch.arange(3, 15).view(2, 6)
@@ -60,8 +54,8 @@ FORMS = {
         "data_loader": [{"ids": batch, "label": 1} for batch in x],
         "collect_func": lambda batch: (batch["ids"], {"use_cache": False}),
     },
-    "forward_loop": lambda x: {"forward_loop": _run_all(x)},
-    "forward_loop in inference mode": lambda x: {"forward_loop": _run_in_inference_mode(x)},
+    "forward_loop": lambda x: {"forward_loop": partial(_run_all, x)},
+    "forward_loop in inference mode": lambda x: {"forward_loop": torch.inference_mode()(partial(_run_all, x))},
 }
 
 
@@ -101,18 +95,6 @@ def test_max_batches_stops_early_and_draws_no_more():
     found = collected(tiny_llama(), data_loader=batches, max_batches=2)
     assert_same(found, collected(tiny_llama(), data_loader=token_batches(5)[:2]))
     assert len(drawn) == 2
-
-
-def test_the_report_names_the_data():
-    """Calls are counted, and other data gives another fingerprint."""
-    reports = []
-    for seed in (1, 1, 2):
-        model = tiny_llama()
-        mts.sparsify(model, "wanda", data_loader=token_batches(seed=seed), progress=False)
-        reports.append(mts.report(model).calibration)
-    assert reports[0]["calls"] == 3
-    assert reports[0] == reports[1]
-    assert reports[0]["sha256"] != reports[2]["sha256"]
 
 
 # what a batch holds ---------------------------------------------------------------------------------------------------
@@ -155,16 +137,11 @@ KINDS = {
     "a tuple": (lambda x: (1, (x, "y")), lambda batch: batch[1][0]),
     "a dataclass": (Record, lambda batch: batch.x),
     "an object": (lambda x: SimpleNamespace(x=x), lambda batch: batch.x),
-    "objects in a list": (
-        lambda x: [Record(part) for part in x],
-        lambda batch: torch.stack([each.x for each in batch]),
-    ),
+    "objects in a list": (lambda x: [*map(Record, x)], lambda batch: torch.stack([each.x for each in batch])),
 }
 
 
-@pytest.mark.parametrize(
-    "kind", ["a tensor", "numpy", "collect_func", "a mapping", "a tuple", "a dataclass", "an object"]
-)
+@pytest.mark.parametrize("kind", ["a tensor", "numpy", "collect_func", *[*KINDS][:4]])
 def test_a_batch_is_what_it_was_when_it_was_given(kind):
     """A loader may fill the same memory again for each batch."""
     make, take = KINDS.get(kind, (lambda x: x, lambda x: x))
@@ -189,8 +166,9 @@ def test_the_fingerprint_is_of_what_objects_hold(kind):
         model = Dense(take)
         data = [(make(x),) for x in batches]
         mts.sparsify(model, "wanda", data_loader=data, collect_func=lambda batch: batch, progress=False)
-        prints.append(mts.report(model).calibration["sha256"])
+        prints.append(mts.report(model).calibration)
     assert prints[0] == prints[1] != prints[2]
+    assert prints[0]["calls"] == 4
 
 
 def test_what_a_constant_in_an_object_says_is_in_the_fingerprint():
@@ -199,12 +177,8 @@ def test_what_a_constant_in_an_object_says_is_in_the_fingerprint():
 
 
 def test_the_fingerprint_of_what_cannot_be_read_is_unknown():
-    class Dense2(Dense):
-        def forward(self, batch, beside=None) -> Tensor:
-            return super().forward(batch)
-
-    model = Dense2()
-    data = [(x, Lock()) for x in rows()]
+    model = Dense(lambda batch: batch[0])
+    data = [((x, Lock()),) for x in rows()]
     mts.sparsify(model, "wanda", data_loader=data, collect_func=lambda batch: batch, progress=False)
     assert mts.report(model).calibration["sha256"] == "unknown"
 
@@ -225,25 +199,17 @@ def jagged(x: Tensor) -> Tensor:
     return torch.nested.nested_tensor([x[:2], x[2:]], layout=torch.jagged)
 
 
-@pytest.mark.parametrize("quality", [None, "balanced"])
-@pytest.mark.parametrize(
-    "convert",
-    [Tensor.to_sparse, Tensor.to_sparse_csr, Tensor.to_sparse_csc, jagged],
-    ids=["COO", "CSR", "CSC", "jagged"],
-)
+@pytest.mark.parametrize("convert", [Tensor.to_sparse, Tensor.to_sparse_csr, Tensor.to_sparse_csc, jagged])
 @pytest.mark.filterwarnings("ignore:.*(Sparse|nested tensors)")
-def test_sparse_and_nested_batches(convert, quality):
-    """The statistics are those of the same rows in a plain tensor."""
-    if quality is not None:
-        model = nn.Sequential(nn.Linear(16, 24), nn.ReLU(), nn.Linear(24, 16))
-        data = [convert(x) for x in rows()]
-        mts.sparsify(model, pattern="2:4", quality=quality, data_loader=data, progress=False)
-        return
+def test_sparse_and_nested_batches(convert):
+    """The statistics are those of the same rows in a plain tensor; and quality goes by them."""
     build = lambda: nn.Sequential(Dense().blocks[0])  # noqa: E731
     found, expected = (collected(build(), [""], data_loader=[f(x) for x in rows()]) for f in (convert, lambda x: x))
-    assert {name: stats.tokens for name, stats in found.items()} == {name: s.tokens for name, s in expected.items()}
     for name, stats in expected.items():
+        assert found[name].tokens == stats.tokens
         torch.testing.assert_close(found[name].gram, stats.gram)
+    data = [convert(x) for x in rows()]
+    mts.sparsify(Dense().blocks[0], pattern="2:4", quality="balanced", data_loader=data, progress=False)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")

@@ -12,7 +12,7 @@ from modelopt_sparse.methods.sparsegpt import SparseGPT
 from modelopt_sparse.model import devices
 from modelopt_sparse.model.devices import in_float32, multiplies_bfloat16
 from modelopt_sparse.model.forwards import has_own_forward
-from tests.helpers import Snapshot, assert_bits, refused, tiny_llama, token_batches
+from tests.helpers import Snapshot, assert_same_state, refused, state_of, tiny_llama, token_batches
 
 TEXT = {"data_loader": token_batches(), "progress": False}
 
@@ -37,16 +37,16 @@ class Products(torch.overrides.TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(
-    ("capabilities", "expected"),
-    [
-        ({"avx2": True, "avx512_bf16": False, "amx_bf16": False}, False),
-        ({"avx2": True, "avx512_bf16": True}, True),
-        ({"amx_bf16": True}, True),
-        ({"sve": True, "sve_bf16": True}, True),
-        ({"neon": True, "bf16": False}, False),
-    ],
-)
+CAPABILITIES = [
+    ({"avx2": True, "avx512_bf16": False, "amx_bf16": False}, False),
+    ({"avx2": True, "avx512_bf16": True}, True),
+    ({"amx_bf16": True}, True),
+    ({"sve": True, "sve_bf16": True}, True),
+    ({"neon": True, "bf16": False}, False),
+]
+
+
+@pytest.mark.parametrize(("capabilities", "expected"), CAPABILITIES)
 def test_the_cpu_is_asked(capabilities, expected, monkeypatch):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
     assert multiplies_bfloat16() is expected
@@ -121,8 +121,7 @@ def test_a_run_in_float32(options, without_products):
     if "reconstruct" not in options:  # it tunes in the model's precision
         with Products(wide=True):
             mts.sparsify(expected, "sparsegpt", TEXT, float32_products=False, **options)
-        for name, tensor in expected.state_dict().items():
-            assert_bits(model.state_dict()[name], tensor)
+        assert_same_state(model, state_of(expected))
         assert not mts.report(expected).notes
     note = "layers of bfloat16 are multiplied in float32 on the CPU (float32_products=False: in bfloat16)"
     assert note in mts.report(model).notes
@@ -133,9 +132,7 @@ def test_a_streamed_run_is_the_same(tmp_path, without_products):
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "dense")
     mts.sparsify(model, "sparsegpt", TEXT)
     report = mts.sparsify_checkpoint(tmp_path / "dense", tmp_path / "sparse", "sparsegpt", **TEXT)
-    streamed = mts.load(tmp_path / "sparse")
-    for name, tensor in model.state_dict().items():
-        assert_bits(streamed.state_dict()[name], tensor)
+    assert_same_state(mts.load(tmp_path / "sparse"), state_of(model))
     assert "multiplied in float32" in report.notes[0]
 
 
@@ -154,29 +151,25 @@ def test_a_run_that_fails_leaves_the_dense_model(without_products):
     assert Snapshot(model).look == before.look
 
 
-@pytest.mark.parametrize(
-    ("dtype", "method", "options", "expected"),
-    [
-        (torch.bfloat16, "wanda", {}, True),
-        (torch.bfloat16, "magnitude", {}, False),  # nothing is multiplied
-        (torch.bfloat16, "wanda", {"float32_products": False}, False),
-        (torch.bfloat16, "wanda", {"autocast": "bfloat16"}, False),
-        (torch.bfloat16, "wanda", {"device": "cuda"}, False),
-        (torch.float32, "wanda", {}, False),
-        (torch.float16, "wanda", {"float32_products": True}, False),
-    ],
-)
-def test_when_the_plan_says_it(dtype, method, options, expected, without_products):
+PLANNED = [
+    (False, torch.bfloat16, "wanda", {}, True),
+    (False, torch.bfloat16, "magnitude", {}, False),  # nothing is multiplied
+    (False, torch.bfloat16, "wanda", {"float32_products": False}, False),
+    (False, torch.bfloat16, "wanda", {"autocast": "bfloat16"}, False),
+    (False, torch.bfloat16, "wanda", {"device": "cuda"}, False),
+    (False, torch.float32, "wanda", {}, False),
+    (False, torch.float16, "wanda", {"float32_products": True}, False),
+    (True, torch.bfloat16, "wanda", {}, False),
+    (True, torch.bfloat16, "wanda", {"float32_products": True}, True),
+]
+
+
+@pytest.mark.parametrize(("cpu_has_them", "dtype", "method", "options", "expected"), PLANNED)
+def test_when_the_plan_says_it(cpu_has_them, dtype, method, options, expected, monkeypatch):
+    monkeypatch.setattr(devices, "multiplies_bfloat16", lambda: cpu_has_them)
     plan = mts.make_plan(tiny_llama().to(dtype), method, data_loader=token_batches(), **options)
     assert any("multiplied in float32" in note for note in plan.notes) is expected
     assert ("layer_in_float32" in plan.memory) is expected
-
-
-@pytest.mark.parametrize("chosen", [False, True])
-def test_the_option_wins_over_a_cpu_with_products_of_bfloat16(chosen):
-    options = {"float32_products": True} if chosen else {}
-    plan = mts.make_plan(tiny_llama().bfloat16(), "wanda", data_loader=token_batches(), **options)
-    assert any("multiplied in float32" in note for note in plan.notes) is chosen
     refused(mts.make_plan, tiny_llama(), "wanda", autocast="bfloat16", float32_products=True, match="keep one")
 
 

@@ -1,10 +1,11 @@
 """Layers and blocks out of the ordinary: shared weights and inputs, stems, heads, several stacks."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import modelopt_sparse as mts
 from tests.calibration.collecting import LAYERS, assert_calibrated, collected, padded, steps_of
@@ -12,30 +13,28 @@ from tests.helpers import tiny_llama, token_batches
 from tests.models.architectures import ARCHITECTURES
 from tests.models.odd_blocks import Again, SameTwice, Sometimes, TwinBlock, TwinsAcross, WrittenBetween
 from tests.models.stacked import STACKED, Between, Interleaved, Nested, Stacked, vectors
-from tests.oracles.brute_force import Recording, Seen, Steps, assert_stats, brute_force, matrices_of, stepwise
+from tests.oracles.brute_force import Recording, Steps, assert_stats, brute_force, matrices_of, stepwise
 
 
-def added(expected: Seen, name: str, twin: str) -> None:
-    """What ``twin`` sees counts for ``name``."""
-    expected.grams[name] = expected.grams[name] + expected.grams.pop(twin)
-    expected.tokens[name] += expected.tokens.pop(twin)
-
-
-def without(dense: dict[str, Tensor], *twins: str) -> dict[str, Tensor]:
-    return {name: matrix for name, matrix in dense.items() if name not in twins}
+def assert_twins_add_up(build: Callable[[], Stacked], twins: dict[str, str], sequential: str, steps: Steps) -> Stacked:
+    """Sparsify the model; what a twin sees counts for the layer that it is the twin of (``twins``: twin -> layer)."""
+    dense, model, method = build(), build(), Recording()
+    mts.sparsify(model, method, data_loader=vectors(), sequential=sequential, progress=False)
+    found = method.by_layer({name: x for name, x in matrices_of(dense, STACKED).items() if name not in twins})
+    expected = stepwise(dense, model, vectors(), steps)
+    for twin, name in twins.items():
+        expected.grams[name] = expected.grams[name] + expected.grams.pop(twin)
+        expected.tokens[name] += expected.tokens.pop(twin)
+    assert_stats(found, expected)
+    return model
 
 
 @pytest.mark.parametrize("sequential", ["block", "stage", "none"])
 def test_twins_in_one_block_see_the_inputs_of_both(sequential):
     """One layer, one mask on both modules, the sum of both inputs."""
-    dense, model, method = Stacked(block=TwinBlock), Stacked(block=TwinBlock), Recording()
-    mts.sparsify(model, method, data_loader=vectors(), sequential=sequential, progress=False)
-    found = method.by_layer(without(matrices_of(dense, STACKED), *(f"{path}.second" for path in STACKED)))
+    twins = {f"{path}.second": f"{path}.first" for path in STACKED}
     steps = steps_of(sequential, STACKED, [["first", "second"], ["up"], ["down"]])
-    expected = stepwise(dense, model, vectors(), steps)
-    for path in STACKED:
-        added(expected, f"{path}.first", f"{path}.second")
-    assert_stats(found, expected)
+    model = assert_twins_add_up(lambda: Stacked(block=TwinBlock), twins, sequential, steps)
     for block in model.blocks:
         assert block.first.weight is block.second.weight
         assert torch.equal(block.first.weight_mask, block.second.weight_mask)
@@ -45,9 +44,6 @@ def test_twins_in_one_block_see_the_inputs_of_both(sequential):
 @pytest.mark.parametrize("sequential", ["block", "stage", "none"])
 def test_twins_in_two_blocks_see_the_inputs_of_both(sequential):
     """A weight that several blocks use is solved with what all of them give it."""
-    dense, model, method = TwinsAcross(), TwinsAcross(), Recording()
-    mts.sparsify(model, method, data_loader=vectors(), sequential=sequential, progress=False)
-    found = method.by_layer(without(matrices_of(dense, STACKED), "blocks.2.up"))
     twins = ["blocks.0.up", "blocks.2.up"]
     rest = ["blocks.0.down", "blocks.1.up", "blocks.1.down", "blocks.2.down"]
     steps: dict[str, Steps] = {
@@ -55,9 +51,7 @@ def test_twins_in_two_blocks_see_the_inputs_of_both(sequential):
         "block": [twins, rest[:1], rest[1:3], rest[3:]],  # the first layer to be called is the first to be solved
         "stage": [twins, *([layer] for layer in rest)],
     }
-    expected = stepwise(dense, model, vectors(), steps[sequential])
-    added(expected, *twins)
-    assert_stats(found, expected)
+    assert_twins_add_up(TwinsAcross, {"blocks.2.up": "blocks.0.up"}, sequential, steps[sequential])
 
 
 @pytest.mark.parametrize("sequential", ["block", "none"])

@@ -2,7 +2,6 @@
 
 import json
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,16 +12,7 @@ import modelopt_sparse as mts
 from modelopt_sparse.accuracy import reconstruct as reconstruction
 from modelopt_sparse.calibration import own_text
 from modelopt_sparse.calibration.data import Call, load_calls, tokens_of
-from modelopt_sparse.calibration.own_text import (
-    Prompts,
-    drawn,
-    joined,
-    monotonous,
-    own_calls,
-    rewritten,
-    token_rows,
-    write_windows,
-)
+from modelopt_sparse.calibration.own_text import drawn, joined, own_calls
 from modelopt_sparse.distributed import Processes
 from modelopt_sparse.solving import solve
 from tests.helpers import TESTBED, Snapshot, assert_same_state, in_steps, refused, state_of, tiny_llama, token_batches
@@ -33,18 +23,20 @@ LENGTH = ROWS[0].numel()
 
 
 @torch.no_grad()
-def written_slowly(model, rows, number, length, seed, prompt=None):
-    """One window by itself, each token from a forward over all of the text before it, drawn by walking along the
-    probabilities."""
+def written_slowly(model, rows, number, length, seed, prompt=None, ends=()):
+    """One window by itself, up to one of the ``ends``, each token from a forward over all of the text before it, drawn
+    by walking along the probabilities. ``prompt``: how many tokens of a row it begins with, 0 for all of them."""
     random = torch.Generator().manual_seed(seed * 1_000_003 + number)
     row_place, begin_place = torch.rand(2, generator=random, dtype=torch.float64).tolist()
     uniforms = torch.rand(length, generator=random, dtype=torch.float64).tolist()
-    size = prompt or min(32, length // 4)
     row = rows[int(row_place * len(rows))]
+    size = min(32, length // 4) if prompt is None else prompt or len(row)
     begin = int(begin_place * (len(row) - size + 1))
     ids = row[begin : begin + size].tolist()
     while len(ids) < length:
         ids.append(walked(model(torch.tensor([ids])).logits[0, -1], uniforms[len(ids)]))
+        if ids[-1] in ends:
+            break
     return ids
 
 
@@ -76,7 +68,8 @@ def rewritten_slowly(model, ids, mask, types, pool, number, seed):
 
 
 def windows_of(model, rows, count, length, seed, processes=None):
-    written = write_windows(model, Prompts.cuts(rows, length), count, length, seed, processes or Processes())
+    prompts = own_text.Prompts.cuts(rows, length)
+    written = own_text.write_windows(model, prompts, count, length, seed, processes or Processes())
     assert {len(row) for row in written} == {length}
     return torch.stack(written)
 
@@ -88,13 +81,16 @@ def mamba() -> nn.Module:
     return hf.MambaForCausalLM(config)
 
 
+@pytest.mark.parametrize("batch", [own_text.BATCH, 2])
 @pytest.mark.parametrize("build", [tiny_llama, mamba])
-def test_windows_are_what_the_model_says_token_by_token(build):
+def test_windows_are_what_the_model_says_token_by_token(build, batch, monkeypatch):
+    """Each depends on its number and the seed alone."""
+    monkeypatch.setattr(own_text, "BATCH", batch)
     model = build().eval()
     with torch.no_grad():
-        windows = windows_of(model, ROWS, 3, LENGTH, seed=3)
-    assert windows.shape == (3, LENGTH)
-    assert windows.tolist() == [written_slowly(model, ROWS, i, LENGTH, 3) for i in range(3)]
+        windows = windows_of(model, ROWS, 5, LENGTH, seed=3).tolist()
+    assert windows == [written_slowly(model, ROWS, i, LENGTH, 3) for i in range(5)]
+    assert len({*map(tuple, windows)}) == 5
 
 
 def masked_bert() -> nn.Module:
@@ -117,7 +113,7 @@ def test_rows_of_a_masked_model_are_drawn_anew_token_by_token():
     calls[1].kwargs["input_ids"] = ids[parts[1]]
     before = ids.clone()
     with torch.no_grad():
-        own = rewritten(model, calls, 7, 5, Processes())
+        own = own_text.rewritten(model, calls, 7, 5, Processes())
     assert [len(call.kwargs["attention_mask"]) for call in own] == [4, 2, 4]
     assert [call.step for call in own] == [-2, -1, -4], "steps of their own, below the user's"
     assert torch.equal(ids, before)
@@ -167,17 +163,18 @@ def test_labels_of_tokens_are_joined_with_them():
         assert not torch.equal(call.kwargs["labels"], TOKENS)
 
 
+UNJOINED = [
+    [(torch.rand(4, 6),)],
+    [(TOKENS, torch.rand(4, 6, 2))],
+    [(TOKENS, torch.arange(4))],
+    [(TOKENS, TOKENS[:2])],
+    [(TOKENS,), (TOKENS[:1, :5],)],
+    [(3,)],
+]
+
+
 @pytest.mark.parametrize(
-    "arguments",
-    [
-        [(torch.rand(4, 6),)],
-        [(TOKENS, torch.rand(4, 6, 2))],
-        [(TOKENS, torch.arange(4))],
-        [(TOKENS, TOKENS[:2])],
-        [(TOKENS,), (TOKENS[:1, :5],)],
-        [(3,)],
-    ],
-    ids=["features", "images", "a number each", "other rows", "none as long", "no tensor"],
+    "arguments", UNJOINED, ids=["features", "images", "a number each", "other rows", "none as long", "no tensor"]
 )
 def test_nothing_is_joined_of_other_data(arguments):
     assert joined([Call(args, {}) for args in arguments], 0, 3, 0) == []
@@ -213,16 +210,6 @@ def test_draws_follow_the_distribution():
     torch.testing.assert_close(shares, logits.softmax(-1), atol=1e-4, rtol=0)
     edge = drawn(logits.repeat(2, 1), torch.tensor([0.0, 1.0 - 2**-53], dtype=torch.float64))
     assert edge.tolist() == [0, 3], "a token without probability is never drawn"
-
-
-def test_a_window_depends_on_its_number_alone(monkeypatch):
-    model = tiny_llama().eval()
-    windows = windows_of(model, ROWS, 7, LENGTH, seed=1)
-    assert torch.equal(windows_of(model, ROWS, 3, LENGTH, seed=1), windows[:3])
-    monkeypatch.setattr(own_text, "BATCH", 2)
-    assert torch.equal(windows_of(model, ROWS, 7, LENGTH, seed=1), windows)
-    assert not torch.equal(windows_of(model, ROWS, 7, LENGTH, seed=2), windows)
-    assert len({tuple(window) for window in windows.tolist()}) == 7
 
 
 class Ranks(Processes):
@@ -268,29 +255,24 @@ def batches(count):
     return [{"input_ids": ids} for ids in token_batches(count)]
 
 
+@torch.no_grad()
+def own_of(model, users, windows):
+    """The calls that the model writes beside those of the ``users`` batches, of which the last one judges."""
+    config = mts.SparsifyConfig(data_loader=[], self_data=windows)
+    return own_calls(model.eval(), [Call((), batch) for batch in users], 1, config, Processes())
+
+
 def test_prompts_come_from_what_does_not_judge():
-    model, calls = tiny_llama().eval(), [Call((), batch) for batch in batches(4)]
-    calls[-1] = Call((), {"input_ids": torch.full_like(calls[-1].kwargs["input_ids"], 96)})
-    config = mts.SparsifyConfig(data_loader=[], self_data=40)
-    own = own_calls(model, calls, 1, config, Processes())
-    assert [len(call.kwargs["input_ids"]) for call in own[:-1]] == [len(calls[0].kwargs["input_ids"])] * (len(own) - 1)
+    judge = {"input_ids": torch.full((2, LENGTH), 96)}
+    own = own_of(tiny_llama(), [*batches(3), judge], 40)
+    assert {len(call.kwargs["input_ids"]) for call in own[:-1]} == {2}
     written = torch.cat([call.kwargs["input_ids"] for call in own])
     assert written.shape == (40, LENGTH)
     cuts = {tuple(row[i : i + LENGTH // 4].tolist()) for row in ROWS for i in range(LENGTH)}
     assert all(tuple(window[: LENGTH // 4].tolist()) in cuts for window in written)
-
-
-def test_rows_that_judge_are_not_drawn_anew():
-    model, calls = masked_bert(), [Call((), batch) for batch in batches(3)]
-    calls[-1] = Call((), {"input_ids": torch.full_like(calls[-1].kwargs["input_ids"], 96)})
-    config = mts.SparsifyConfig(data_loader=[], self_data="auto")
-    with torch.no_grad():
-        own = own_calls(model, calls, 1, config, Processes())
-    texts = torch.cat([call.kwargs["input_ids"] for call in own])
-    users = torch.cat([call.kwargs["input_ids"] for call in calls])
-    assert len(texts) == 3 * len(users)
-    rows = users[: len(users) * 2 // 3].repeat(5, 1)[: len(texts)]
-    assert torch.equal(texts[:, [0, -1]], rows[:, [0, -1]])
+    rewritten = torch.cat([call.kwargs["input_ids"] for call in own_of(masked_bert(), [*batches(2), judge], "auto")])
+    rows = torch.cat(ROWS[:4]).view(4, -1).repeat(5, 1)[: 3 * 6]
+    assert torch.equal(rewritten[:, [0, -1]], rows[:, [0, -1]])
 
 
 def test_statistics_are_of_both_and_own_text_never_judges(monkeypatch):
@@ -311,39 +293,29 @@ def test_statistics_are_of_both_and_own_text_never_judges(monkeypatch):
     assert mts.report(model).settings["self_data"] == 40
 
 
-def test_auto_writes_three_for_each_of_the_users():
-    rows = 4 * len(token_batches(1)[0])
-    auto = mts.sparsify(tiny_llama(), "wanda", data_loader=batches(4), self_data="auto", progress=False)
-    number = mts.sparsify(tiny_llama(), "wanda", data_loader=batches(4), self_data=3 * rows, progress=False)
-    assert_same_state(auto, state_of(number))
-    assert any(f"wrote {3 * rows} windows" in note for note in mts.report(auto).notes)
-    assert mts.report(auto).settings["self_data"] == "auto"
+@pytest.mark.parametrize(
+    ("build", "word", "windows"), [(tiny_llama, "auto", 24), (masked_bert, "masked", 8), (tiny_llama, "masked", 0)]
+)
+def test_words_stand_for_numbers_of_windows(build, word, windows):
+    """Three for each of the users' eight, and one by masked models alone; what goes without saying is not said."""
+    options = {"include": "*", "data_loader": batches(4), "progress": False}
+    by_word, by_number = (mts.sparsify(build(), "wanda", self_data=x, **options) for x in (word, windows))
+    assert_same_state(by_word, state_of(by_number))
+    notes = [[note.partition(", in")[0] for note in mts.report(model).notes] for model in (by_word, by_number)]
+    assert notes[0] == notes[1]
+    assert any(f"wrote {windows} windows" in note for note in notes[0]) == (windows > 0)
+    assert mts.report(by_word).settings["self_data"] == word
 
 
-@pytest.mark.parametrize(("own_text", "epochs"), [(0, 3), (12, 2)])
-def test_epochs_can_be_others_with_own_text(own_text, epochs):
-    options = {"data_loader": batches(2), "self_data": own_text, "progress": False}
+@pytest.mark.parametrize(("windows", "epochs"), [(0, 3), (12, 2)])
+def test_epochs_can_be_others_with_own_text(windows, epochs):
+    options = {"data_loader": batches(2), "self_data": windows, "progress": False}
     pair, number = (
         mts.sparsify(tiny_llama(num_hidden_layers=1), "wanda", reconstruct={"epochs": value}, **options)
         for value in ([3, 2], epochs)
     )
     assert_same_state(pair, state_of(number))
     assert mts.report(pair).settings["reconstruct"] == mts.report(number).settings["reconstruct"]
-
-
-def test_masked_writes_one_for_each_of_the_users():
-    """By masked models alone; what goes without saying is not said."""
-    rows = 4 * len(token_batches(1)[0])
-    options = {"include": "*", "data_loader": batches(4), "progress": False}
-    word, number = (mts.sparsify(masked_bert(), "wanda", self_data=x, **options) for x in ("masked", rows))
-    assert_same_state(word, state_of(number))
-    assert any(f"wrote {rows} windows" in note for note in mts.report(word).notes)
-    causal, none = (mts.sparsify(tiny_llama(), "wanda", self_data=x, **options) for x in ("masked", 0))
-    assert_same_state(causal, state_of(none))
-    assert mts.report(causal).notes == mts.report(none).notes
-    looped = mts.sparsify(masked_bert(), "wanda", self_data="masked", forward_loop=loop, progress=False)
-    why = "the model writes no text itself: a forward_loop calls it, and no prompts are known"
-    assert why in mts.report(looped).notes
 
 
 def one_linear():
@@ -356,25 +328,25 @@ def loop(model):
         model(**batch)
 
 
-@pytest.mark.parametrize(
-    ("build", "options", "why"),
-    [
-        (one_linear, {"data_loader": [torch.ones(2, 8)]}, "a Sequential is no causal or masked language model"),
-        (tiny_llama, {"forward_loop": loop}, "a forward_loop calls it, and no prompts are known"),
-        (tiny_llama, {"data_loader": batches(2), "split_data": False}, "each process has data of its own"),
-        (
-            tiny_llama,
-            {"data_loader": [{"inputs_embeds": torch.ones(2, 8, 32)}]},
-            "there are batches without input_ids [windows, tokens]",
-        ),
-    ],
-)
-def test_auto_says_why_none_is_written(build, options, why):
-    model = mts.sparsify(build(), "wanda", include="*proj" if build is tiny_llama else "*", self_data="auto", **options)
+EMBEDS = {"data_loader": [{"inputs_embeds": torch.ones(2, 8, 32)}]}
+
+
+NONE_WRITTEN = [
+    (one_linear, "auto", {"data_loader": [torch.ones(2, 8)]}, "a Sequential is no causal or masked language model"),
+    (tiny_llama, "auto", {"forward_loop": loop}, "a forward_loop calls it, and no prompts are known"),
+    (masked_bert, "masked", {"forward_loop": loop}, "a forward_loop calls it, and no prompts are known"),
+    (tiny_llama, "auto", {"data_loader": batches(2), "split_data": False}, "each process has data of its own"),
+    (tiny_llama, "auto", EMBEDS, "there are batches without input_ids [windows, tokens]"),
+]
+
+
+@pytest.mark.parametrize(("build", "word", "options", "why"), NONE_WRITTEN)
+def test_words_say_why_none_is_written(build, word, options, why):
+    include = "*proj" if build is tiny_llama else "*"
+    model, without = (mts.sparsify(build(), "wanda", include=include, self_data=x, **options) for x in (word, 0))
     (note,) = [note for note in mts.report(model).notes if "text itself" in note]
     assert note.startswith("the model writes no text itself: ")
     assert why in note
-    without = mts.sparsify(build(), "wanda", include="*proj" if build is tiny_llama else "*", **options)
     assert [layer.error for layer in mts.report(model).layers] == [layer.error for layer in mts.report(without).layers]
 
 
@@ -391,13 +363,8 @@ def test_the_plan_counts_text_of_the_models_own_and_joined_rows(build):
 
 def test_the_run_is_that_on_the_same_batches_given_by_hand():
     """Own text first, then the user's."""
-    model = tiny_llama()
-    config = mts.SparsifyConfig(data_loader=[], self_data=8)
-    with torch.no_grad():
-        own = own_calls(model.eval(), [Call((), batch) for batch in batches(4)], 1, config, Processes())
-    by_hand = mts.sparsify(
-        tiny_llama(), "sparsegpt", data_loader=[*(call.kwargs for call in own), *batches(4)], progress=False
-    )
+    own = [call.kwargs for call in own_of(tiny_llama(), batches(4), 8)]
+    by_hand = mts.sparsify(tiny_llama(), "sparsegpt", data_loader=[*own, *batches(4)], progress=False)
     ours = mts.sparsify(tiny_llama(), "sparsegpt", data_loader=batches(4), self_data=8, progress=False)
     assert_same_state(ours, state_of(by_hand))
 
@@ -406,7 +373,7 @@ def test_padding_is_no_prompt():
     ids = torch.arange(24).reshape(2, 12)
     mask = torch.ones(2, 12, dtype=torch.long)
     mask[0, :4] = 0
-    rows = token_rows([Call((), {"input_ids": ids, "attention_mask": mask}), Call((ids,), {})])
+    rows = own_text.token_rows([Call((), {"input_ids": ids, "attention_mask": mask}), Call((ids,), {})])
     assert [len(row) for row in rows] == [8, 12, 12, 12]
     assert rows[0].tolist() == list(range(4, 12))
 
@@ -421,8 +388,7 @@ def test_text_of_one_token_is_noticed():
     with pytest.warns(UserWarning, match="8 of 8 texts that the model wrote repeat one token"):
         mts.sparsify(model, "wanda", data_loader=batches(2), self_data=8, progress=False)
     assert any("repeat one token" in note for note in mts.report(model).notes)
-    mixed = torch.randint(0, 9, (4, 40))
-    assert monotonous(mixed) is None
+    assert own_text.monotonous(torch.randint(0, 9, (4, 40))) is None
 
 
 def bert() -> nn.Module:
@@ -446,25 +412,25 @@ NUMBER = "must be a number of windows of text, 0, 'auto' or 'masked'"
 ALL_THE_SAME = "data='self' is text that the model writes, the same in all processes"
 
 
-@pytest.mark.parametrize(
-    ("model", "options", "part"),
-    [
-        (bert, MORE, "a BertModel is no causal or masked language model"),
-        (t5, MORE, "a T5ForConditionalGeneration is no causal or masked language model"),
-        (bart, MORE, "a BartForConditionalGeneration is no causal or masked language model"),
-        (one_linear, MORE, "a Sequential is no causal or masked language model"),
-        (tiny_llama, {**MORE, "data_loader": [{"inputs_embeds": torch.zeros(1, 4, 32)}]}, "a batch has none"),
-        (tiny_llama, {"self_data": 4, "forward_loop": print}, "with forward_loop they have none"),
-        (tiny_llama, {**MORE, "split_data": False}, "with split_data=False they have none"),
-        (tiny_llama, {**MORE, "self_data": -1}, NUMBER),
-        (tiny_llama, {**MORE, "self_data": 0.5}, NUMBER),
-        (one_linear, {"data": "self"}, "data='self': a Sequential is no causal language model"),
-        (masked_bert, {"data": "self"}, "data='self': a BertForMaskedLM is no causal language model"),
-        (lambda: beginning(tiny_llama()), {"data": "self"}, "no token is known to begin with"),
-        (tiny_llama, {"data": "self", "processor": print}, ALL_THE_SAME),
-        (tiny_llama, {"data": "self", "split_data": False}, "leave split_data=False out"),
-    ],
-)
+REFUSED = [
+    (bert, MORE, "a BertModel is no causal or masked language model"),
+    (t5, MORE, "a T5ForConditionalGeneration is no causal or masked language model"),
+    (bart, MORE, "a BartForConditionalGeneration is no causal or masked language model"),
+    (one_linear, MORE, "a Sequential is no causal or masked language model"),
+    (tiny_llama, {**MORE, "data_loader": [{"inputs_embeds": torch.zeros(1, 4, 32)}]}, "a batch has none"),
+    (tiny_llama, {"self_data": 4, "forward_loop": print}, "with forward_loop they have none"),
+    (tiny_llama, {**MORE, "split_data": False}, "with split_data=False they have none"),
+    (tiny_llama, {**MORE, "self_data": -1}, NUMBER),
+    (tiny_llama, {**MORE, "self_data": 0.5}, NUMBER),
+    (one_linear, {"data": "self"}, "data='self': a Sequential is no causal language model"),
+    (masked_bert, {"data": "self"}, "data='self': a BertForMaskedLM is no causal language model"),
+    (lambda: beginning(tiny_llama()), {"data": "self"}, "no token is known to begin with"),
+    (tiny_llama, {"data": "self", "processor": print}, ALL_THE_SAME),
+    (tiny_llama, {"data": "self", "split_data": False}, "leave split_data=False out"),
+]
+
+
+@pytest.mark.parametrize(("model", "options", "part"), REFUSED)
 def test_what_is_refused(model, options, part):
     refused(mts.sparsify, model(), "wanda", **options, parts=[part])
 
@@ -483,16 +449,23 @@ def test_a_model_with_nan_logits_is_refused():
 
 # chats ---------------------------------------------------------------------------------------------------------------
 
-TEMPLATE = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<model>{% endif %}"
-)
+
+@pytest.fixture
+def trained():
+    folder = TESTBED / "tiny-llama"
+    return hf.AutoModelForCausalLM.from_pretrained(folder).eval(), hf.AutoTokenizer.from_pretrained(folder)
+
+
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{{ '<model>' if add_generation_prompt }}"
+ENDS = range(100, 400)  # tokens that end a text; the model ends none by itself
 
 
 @pytest.fixture
-def chatting():
+def chatting(trained):
     """(model, tokenizer with a template, chats, each of which asks something else)."""
-    tokenizer = hf.AutoTokenizer.from_pretrained(TESTBED / "tiny-llama")
+    model, tokenizer = trained
     tokenizer.chat_template = TEMPLATE
+    model.generation_config.eos_token_id = list(ENDS)
     lines = (TESTBED / "calibration.txt").read_text(encoding="utf-8").splitlines()
     said = [line for line in lines if len(line) > 20][:60]
     chats = [
@@ -500,21 +473,7 @@ def chatting():
         + ([{"role": "user", "content": said[i + 2]}, {"role": "assistant", "content": "no"}] if i % 2 else [])
         for i in range(40)
     ]
-    return hf.AutoModelForCausalLM.from_pretrained(TESTBED / "tiny-llama").eval(), tokenizer, chats
-
-
-@torch.no_grad()
-def answered_slowly(model, prompts, number, length, ends):
-    """One answer by itself: the prompt that its number draws, and what the model says from there to an end."""
-    random = torch.Generator().manual_seed(number)
-    place, _ = torch.rand(2, generator=random, dtype=torch.float64).tolist()
-    uniforms = torch.rand(length, generator=random, dtype=torch.float64)
-    ids = prompts[int(place * len(prompts))].tolist()
-    while len(ids) < length:
-        ids.append(int(drawn(model(torch.tensor([ids])).logits[:, -1], uniforms[len(ids)][None])))
-        if ids[-1] in ends:
-            break
-    return ids
+    return model, tokenizer, chats
 
 
 def test_answers_are_what_the_model_says_to_the_users_chats(chatting):
@@ -522,10 +481,7 @@ def test_answers_are_what_the_model_says_to_the_users_chats(chatting):
     model, tokenizer, chats = chatting
     model = model.double()
     config = mts.SparsifyConfig(data=chats, tokenizer=tokenizer, num_samples=10, seq_len=64, batch_size=2, self_data=6)
-    calls = load_calls(config, model, [])
-    ends = tuple(range(100, 400))  # the model ends no text by itself
-    model.generation_config.eos_token_id = list(ends)
-    own = own_calls(model, calls, 1, config, Processes())
+    own = own_calls(model, load_calls(config, model, []), 1, config, Processes())
     texts = [
         "".join(f"<{m['role']}>{m['content']}" for m in (chat[:3] if len(chat) > 2 else chat[:1])) + "<model>"
         for chat in chats
@@ -536,18 +492,17 @@ def test_answers_are_what_the_model_says_to_the_users_chats(chatting):
     judge = int(windows[-2]) * 64  # where the last batch of two windows begins
     free = [prompt for i, prompt in enumerate(prompts) if sum(sizes[: i + 1]) <= judge and len(prompt) <= 48]
     assert 2 < len(free) < len(prompts)
-    rows = [row for call in own for row in token_rows([call])]
+    rows = own_text.token_rows(own)
     assert [len(call.kwargs["input_ids"]) for call in own] == [2, 2, 2]
-    expected = [answered_slowly(model, free, i, 64, {*ends, tokenizer.eos_token_id}) for i in range(6)]
+    ends = {*ENDS, tokenizer.eos_token_id}
+    expected = [written_slowly(model, free, i, 64, 0, prompt=0, ends=ends) for i in range(6)]
     assert [row.tolist() for row in rows] == expected
     assert len({len(row) for row in rows}) > 2
-    assert any(len(row) < 64 for row in rows)
 
 
 def test_a_run_on_chats(chatting):
     """Only real tokens are counted, in statistics and in all tuning."""
     model, tokenizer, chats = chatting
-    model.generation_config.eos_token_id = list(range(100, 400))
     data = {"data": iter(chats), "tokenizer": tokenizer, "num_samples": 6, "seq_len": 64, "batch_size": 2}
     tuning = {"reconstruct": {"epochs": 1, "metric": "fisher"}, "distill": 1}
     mts.sparsify(model, "wanda", self_data=6, progress=False, **data, **tuning)
@@ -573,7 +528,6 @@ def test_chats_without_a_user_are_text_like_other(chatting):
 
 def test_answers_into_a_file(chatting, tmp_path):
     model, tokenizer, chats = chatting
-    model.generation_config.eos_token_id = list(range(100, 400))
     data = {"data": chats, "tokenizer": tokenizer, "num_samples": 6, "seq_len": 64}
     path = mts.write_text(model, tmp_path / "own.jsonl", windows=5, **data)
     texts = [json.loads(line)["text"] for line in path.read_text().splitlines()]
@@ -617,36 +571,22 @@ def test_what_texts_begin_with(tokens, first):
     assert own_text.begin_of_text(beginning(tiny_llama(), **tokens)).tolist() == [first]
 
 
-def test_more_of_it_is_other_text():
+def test_more_of_it_is_other_text(monkeypatch):
     """With self_data windows go on counting, so that none is drawn by the numbers of another."""
-    numbers = []
-    real = own_text.draw
-
-    def counting(prompts, seed, number, length):
-        numbers.append(number)
-        return real(prompts, seed, number, length)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(own_text, "draw", counting)
-        mts.sparsify(beginning(tiny_llama(), bos=7), "wanda", self_data=4, reconstruct=1, **NOTHING)
+    numbers, real = [], own_text.draw
+    monkeypatch.setattr(own_text, "draw", lambda *args: numbers.append(args[2]) or real(*args))
+    mts.sparsify(beginning(tiny_llama(), bos=7), "wanda", self_data=4, reconstruct=1, **NOTHING)
     assert numbers == list(range(12))
-
-
-def test_from_nothing_into_a_file(tmp_path):
-    tokenizer = hf.AutoTokenizer.from_pretrained(TESTBED / "tiny-llama")
-    model = hf.AutoModelForCausalLM.from_pretrained(TESTBED / "tiny-llama")
-    path = mts.write_text(model, tmp_path / "own.jsonl", data="self", tokenizer=tokenizer, windows=3, seq_len=64)
-    assert len(path.read_text().splitlines()) == 3
 
 
 # the file -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_file_is_written_and_read_as_data(tmp_path):
-    tokenizer = hf.AutoTokenizer.from_pretrained(TESTBED / "tiny-llama")
-    model = hf.AutoModelForCausalLM.from_pretrained(TESTBED / "tiny-llama")
+@pytest.mark.parametrize("data", [TESTBED / "calibration.txt", "self"])
+def test_a_file_is_written_and_read_as_data(tmp_path, trained, data):
+    model, tokenizer = trained
     before = Snapshot(model)
-    text = {"data": Path(TESTBED / "calibration.txt"), "tokenizer": tokenizer, "num_samples": 4, "seq_len": 32}
+    text = {"data": data, "tokenizer": tokenizer, "num_samples": 4, "seq_len": 32}
     path = mts.write_text(model, tmp_path / "own.jsonl", windows=3, **text)
     assert Snapshot(model).look == before.look
     lines = [json.loads(line)["text"] for line in path.read_text().splitlines()]

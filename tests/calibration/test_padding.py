@@ -1,77 +1,58 @@
 """Padding: which rows count, and where that cannot be told."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+import transformers as hf
 from torch import Tensor, nn
-from transformers import (
-    BertConfig,
-    BertForMultipleChoice,
-    BertModel,
-    Siglip2VisionConfig,
-    Siglip2VisionModel,
-    VisionEncoderDecoderConfig,
-    VisionEncoderDecoderModel,
-    ViTConfig,
-)
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import ModelOutput
 
 import modelopt_sparse as mts
 from tests.calibration.collecting import LAYERS, assert_same, collected, padded
-from tests.helpers import refused, tiny_llama
+from tests.helpers import assert_same_state, refused, state_of, tiny_llama
 from tests.models.architectures import ARCHITECTURES, VOCAB, ragged
-from tests.models.stacked import STACKED, Convolving, ConvolvingModel, CrossModel, EncoderDecoder, Prefixed, Stacked
+from tests.models.stacked import STACKED, Convolving, CrossModel, EncoderDecoder, Masked, Prefixed, Stacked
 from tests.oracles.brute_force import assert_stats, brute_force
 
 pytestmark = pytest.mark.core
+PADDED_ROWS = sum(int(batch["attention_mask"].sum()) for batch in padded())
 
 
-def test_padding_leaves_the_statistics_of_the_texts_alone():
-    """A causal model sees nothing of padding on the right, so each text by itself gives the same sums."""
-    alone = [ids[real.bool()][None] for batch in padded() for ids, real in zip(*batch.values())]
-    expected = collected(tiny_llama(), data_loader=alone, sequential="none")
-    for name, stats in collected(tiny_llama(), data_loader=padded(), sequential="none").items():
-        assert stats.tokens == expected[name].tokens == sum(int(batch["attention_mask"].sum()) for batch in padded())
-        torch.testing.assert_close(stats.gram, expected[name].gram, rtol=1e-4, atol=1e-4)
+def zero_padded() -> list[Tensor]:
+    return [batch["input_ids"].clamp_min(1) * batch["attention_mask"] for batch in padded()]
 
 
-@pytest.mark.parametrize("mask_dtype", [torch.bool, torch.float32, torch.int32])
-def test_the_mask_may_have_any_dtype(mask_dtype):
-    batches = [{**batch, "attention_mask": batch["attention_mask"].to(mask_dtype)} for batch in padded("left")]
-    found = collected(tiny_llama(), data_loader=batches, sequential="none")
-    expected = brute_force(tiny_llama(), padded("left"), LAYERS, lambda batch, name: batch["attention_mask"].bool())
-    assert_stats(found, expected)
+def counted(model: nn.Module, *batches: dict[str, Any], **options: Any) -> tuple[dict[str, int], list[str]]:
+    """Sparsify the model -> (the tokens of each layer, the notes of the report)."""
+    report = mts.report(mts.sparsify(model, "wanda", progress=False, **{"data_loader": batches or None, **options}))
+    return {layer.name: layer.tokens for layer in report.layers}, report.notes
 
 
-BY = {
+MASKS_BY = {
     # Llama's second argument is attention_mask
     "position": {"data_loader": [tuple(batch.values()) for batch in padded()], "collect_func": lambda batch: batch},
     "a loop": {"forward_loop": lambda model: [model(**batch) for batch in padded()]},
 }
+for dtype in (torch.bool, torch.float32, torch.int32):
+    batches = [{**batch, "attention_mask": batch["attention_mask"].to(dtype)} for batch in padded()]
+    MASKS_BY[str(dtype)] = {"data_loader": batches}
+
+
+@pytest.mark.parametrize("by", MASKS_BY)
+def test_masks_by_position_in_a_loop_and_of_any_dtype_count_as_well(by):
+    assert_same(collected(tiny_llama(), **MASKS_BY[by]), collected(tiny_llama(), data_loader=padded()))
 
 
 def test_a_mask_to_multiply_with_is_one_of_tokens():
     batches = [{**batch, "attention_mask": batch["attention_mask"][..., None]} for batch in padded()]
     stats = collected(Ids(in_key), ID_BLOCKS, data_loader=batches, collect_func=lambda batch: (batch,))
     assert {layer.tokens for layer in stats.values()} == {PADDED_ROWS}
-
-
-@pytest.mark.parametrize("by", BY)
-def test_masks_by_position_and_in_a_loop_count_as_well(by):
-    assert_same(collected(tiny_llama(), **BY[by]), collected(tiny_llama(), data_loader=padded()))
-
-
-def test_count_padding_lets_padding_in():
-    """Every row counts, and the report says that they did."""
-    model = tiny_llama()
-    found = collected(model, data_loader=padded(), sequential="none", count_padding=True)
-    assert_stats(found, brute_force(tiny_llama(), padded(), LAYERS))
-    assert {stats.tokens for stats in found.values()} == {3 * 12 + 2 * 9}
-    assert mts.report(model).settings["count_padding"] is True
 
 
 def test_cross_attention_takes_the_mask_of_the_encoder_even_when_both_are_equally_long():
@@ -157,24 +138,15 @@ def test_a_decoder_without_a_mask_has_no_padding_whatever_the_modules_around_it_
         assert stats.tokens == (MASK.sum() if name.startswith(blocks[0]) else 8), name
 
 
-def _sequence_first() -> nn.TransformerEncoder:
-    torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0)
-    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
-    for parameter in model.parameters():
-        parameter.data.add_(torch.randn_like(parameter), alpha=0.2)  # layers start as copies of one
-    return model
-
-
 @pytest.mark.parametrize("length", [7, 3], ids=["longer than the batch", "as long as the batch"])
 def test_tokens_may_come_before_the_batch(length):
     """torch's default: inputs [sequence, batch, width] with masks [batch, sequence]."""
     _, mask = ragged(3, length, "right", 0)
     batch = {"src": torch.randn(length, 3, 16), "src_key_padding_mask": mask == 0}
     blocks = ["layers.0", "layers.1"]
-    found = collected(_sequence_first(), blocks, data_loader=[batch], sequential="none")
-    expected = brute_force(_sequence_first(), [batch], blocks, lambda batch, name: mask.bool().T)
-    assert_stats(found, expected)
+    model, dense = (OfTorch(batch_first=False).encoder.eval() for _ in range(2))
+    found = collected(model, blocks, data_loader=[batch], sequential="none")
+    assert_stats(found, brute_force(dense, [batch], blocks, lambda batch, name: mask.bool().T))
 
 
 # masks that lie deeper in the arguments, or are made inside -----------------------------------------------------------
@@ -212,9 +184,11 @@ def causal(batch: dict[str, Tensor]) -> Tensor:
     return torch.full((length, length), torch.finfo(torch.float32).min).triu(1)[None, None]
 
 
-def padded_samples(samples: list[dict[str, Tensor]]) -> Tensor:
-    """How a model pads them is not known."""
-    return nn.utils.rnn.pad_sequence([each["input_ids"] for each in samples], batch_first=True)
+class SeveralLengths(Ids):
+    """How it pads samples is not known."""
+
+    def forward(self, batch: list[dict[str, Tensor]]) -> Tensor:
+        return super().forward(nn.utils.rnn.pad_sequence([each["input_ids"] for each in batch], batch_first=True))
 
 
 class SourceAndTarget(nn.Module):
@@ -231,106 +205,70 @@ class SourceAndTarget(nn.Module):
 class ListedExperts(nn.Module):
     """Each of two experts gets all tokens, those that like it best first."""
 
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.router, self.experts = nn.Linear(16, 2), nn.ModuleList([nn.Linear(16, 16), nn.Linear(16, 16)])
-
-        def forward(self, x: Tensor) -> Tensor:
-            rows = x.flatten(0, 1)
-            for number, expert in enumerate(self.experts):
-                order = self.router(rows)[:, number].argsort()
-                rows = rows.index_add(0, order, expert(rows[order]))
-            return rows.view_as(x)
-
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList([self.Block(), self.Block()])
+        self.router, self.experts = nn.Linear(16, 2), nn.ModuleList([nn.Linear(16, 16), nn.Linear(16, 16)])
 
-    def forward(self, x: Tensor, attention_mask: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, 1)
+        for number, expert in enumerate(self.experts):
+            order = self.router(rows)[:, number].argsort()
+            rows = rows.index_add(0, order, expert(rows[order]))
+        return rows.view_as(x)
 
 
 class OwnNames(nn.Transformer):
+    def __init__(self) -> None:
+        super().__init__(16, 4, 1, 1, 32, batch_first=True)
+
     def forward(self, src: Tensor, tgt: Tensor, src_padding_mask=None) -> Tensor:
         return self.decoder(tgt, self.encoder(src))
 
 
 MASK = torch.arange(4) < torch.tensor([[4], [2]])
-READY = [{**batch, "attention_mask": causal(batch)} for batch in padded()]
+FIRST = padded()[0]
+READY = {**FIRST, "attention_mask": causal(FIRST)}
 # Gemma 3 takes one ready-made mask for each type of layer
-OF_TYPES = [
-    {**b, "attention_mask": dict.fromkeys(("full_attention", "sliding_attention"), causal(b))} for b in padded()
-]
+OF_TYPES = {**FIRST, "attention_mask": dict.fromkeys(("full_attention", "sliding_attention"), causal(FIRST))}
 SEQUENCES, MEMORY = {"x": torch.randn(2, 4, 16), "attention_mask": MASK}, {"memory": torch.randn(2, 6, 16)}
 BOTH = {"x": torch.randn(2, 4, 16), "memory": torch.randn(2, 4, 16), "attention_mask": MASK}
+SIXTEEN = {"x": torch.randn(2, 16, 16), "attention_mask": torch.arange(16) < torch.tensor([[16], [9]])}
 SAMPLES = [{"input_ids": torch.arange(1, n), "attention_mask": torch.ones(n - 1)} for n in (5, 8)]
+PAIR = {"src": SEQUENCES["x"], "tgt": SEQUENCES["x"]}
 TWO_MASKS = {f"{name}_key_padding_mask": ~rows for name, rows in (("src", MASK), ("tgt", MASK.flip(0)))}
+OF_ONE = "src_key_padding_mask is of src or of tgt, and nothing says which tokens of both are real"
 CANNOT = (
     r"layer 'blocks.0.up' gets an input of shape \[2, 5, 16\], the token mask has \[2, 4\]: which of "
     "its rows are padding cannot be told; give batches without padding, or set count_padding=True"
 )
-# case -> (model, options, words of the error); its rows can be counted all
+# case -> (model, batch, words of the error); its rows can be counted all
 UNKNOWN = {
-    "ready-made masks": (
-        tiny_llama,
-        {"data_loader": READY},
-        r"attention_mask has shape \[1, 1, 12, 12\]: .* count_padding",
-    ),
-    "one for each type": (ARCHITECTURES["gemma3"].build, {"data_loader": OF_TYPES}, "attention_mask is a dict"),
-    "a token before": (Prefixed, {"data_loader": [SEQUENCES]}, CANNOT),
+    "ready-made masks": (tiny_llama, READY, r"attention_mask has shape \[1, 1, 12, 12\]: .* count_padding"),
+    "one for each type": (ARCHITECTURES["gemma3"].build, OF_TYPES, "attention_mask is a dict"),
+    "a token before": (Prefixed, SEQUENCES, CANNOT),
     # its input is [batch, channels, positions], and 16 channels look like 16 tokens
-    "a convolution": (
-        lambda: ConvolvingModel(block=Convolving),
-        {
-            "data_loader": [
-                {"x": torch.randn(2, 16, 16), "attention_mask": torch.arange(16) < torch.tensor([[16], [9]])}
-            ]
-        },
-        r"layer 'blocks.0.mix' gets .* \[2, 16, 16\]",
-    ),
-    "masks that differ": (
-        SourceAndTarget,
-        {"data_loader": [{"src": SEQUENCES["x"], "tgt": SEQUENCES["x"], **TWO_MASKS}]},
-        "src_key_padding_mask and tgt_key_padding_mask differ",
-    ),
-    "names of its own": (
-        lambda: OwnNames(16, 4, 1, 1, 32, batch_first=True),
-        {"data_loader": [{"src": SEQUENCES["x"], "tgt": SEQUENCES["x"], "src_padding_mask": ~MASK}]},
-        "src_padding_mask is of src or of tgt",
-    ),
-    "a mask of one of two": (
-        SourceAndTarget,
-        {"data_loader": [{"src": SEQUENCES["x"], "tgt": SEQUENCES["x"], "src_key_padding_mask": ~MASK}]},
-        "src_key_padding_mask is of src or of tgt, and nothing says which tokens of both are real",
-    ),
-    "longer keys": (
-        CrossModel,
-        {"data_loader": [SEQUENCES | MEMORY]},
-        r"layer 'blocks.0.attention.in_proj_weight' gets .* \[2, 6, 16\]",
-    ),
-    "experts in a list": (ListedExperts, {"data_loader": [SEQUENCES]}, "layer 'blocks.0.experts.0' gets an input"),
-    "several lengths": (
-        lambda: Ids(padded_samples),
-        {"data_loader": [(SAMPLES,)], "collect_func": lambda batch: batch},
-        "attention_mask is a list: give it as a tensor",
-    ),
+    "a convolution": (partial(Masked, block=Convolving), SIXTEEN, r"layer 'blocks.0.mix' gets .* \[2, 16, 16\]"),
+    "masks that differ": (SourceAndTarget, PAIR | TWO_MASKS, "src_key_padding_mask and tgt_key_padding_mask differ"),
+    "names of its own": (OwnNames, PAIR | {"src_padding_mask": ~MASK}, "src_padding_mask is of src or of tgt"),
+    "a mask of one of two": (SourceAndTarget, PAIR | {"src_key_padding_mask": ~MASK}, OF_ONE),
+    "longer keys": (CrossModel, SEQUENCES | MEMORY, r"'blocks.0.attention.in_proj_weight' gets .* \[2, 6, 16\]"),
+    "experts in a list": (partial(Masked, block=ListedExperts), SEQUENCES, "'blocks.0.experts.0' gets an input"),
+    "several lengths": (SeveralLengths, {"batch": SAMPLES}, "attention_mask is a list: give it as a tensor"),
 }
 
 
 @pytest.mark.parametrize("case", UNKNOWN)
 def test_padding_that_cannot_be_told_is_refused_and_may_be_counted(case):
-    build, options, match = UNKNOWN[case]
-    assert "cannot take calibration batch" not in refused(mts.sparsify, build(), match=match, **options)
-    mts.sparsify(build(), count_padding=True, progress=False, **options)
+    build, batch, match = UNKNOWN[case]
+    assert "cannot take calibration batch" not in refused(mts.sparsify, build(), match=match, data_loader=[batch])
+    mts.sparsify(build(), count_padding=True, progress=False, data_loader=[batch])
 
 
 def test_all_rows_are_counted_where_the_user_says_so_or_none_is_padding():
-    found = collected(tiny_llama(), data_loader=READY, sequential="none", count_padding=True)
-    assert_stats(found, brute_force(tiny_llama(), READY, LAYERS))
+    for batches in (padded(), [READY]):
+        found = collected(model := tiny_llama(), data_loader=batches, sequential="none", count_padding=True)
+        assert_stats(found, brute_force(tiny_llama(), batches, LAYERS))
+        assert mts.report(model).settings["count_padding"] is True
     found = collected(Prefixed(), STACKED, data_loader=[SEQUENCES], sequential="none", count_padding=True)
     assert_stats(found, brute_force(Prefixed(), [SEQUENCES], STACKED))
     full = {**SEQUENCES, "attention_mask": torch.ones(2, 4)}  # without padding there is nothing to match
@@ -394,23 +332,17 @@ DEEPER = {
 def test_masks_that_lie_deeper_in_the_arguments(form, source):
     ids, make = DEEPER[form]
     batches = [make(batch) for batch in padded()]
-    expected = brute_force(
-        Ids(in_key), padded(), ID_BLOCKS, lambda batch, name: batch["attention_mask"] != 0, positional
-    )
+    expected = brute_force(Ids(), zero_padded(), ID_BLOCKS, lambda ids, name: ids != 0)
     options = {"data_loader": batches, "collect_func": lambda batch: (batch,)}
     if source == "forward_loop":
         options = {"forward_loop": lambda model: [model(batch) for batch in batches]}
     assert_stats(collected(Ids(ids), ID_BLOCKS, sequential="none", **options), expected)
 
 
-def positional(model: nn.Module, batch) -> None:
-    model(batch)
-
-
 def bert(**options) -> nn.Module:
     torch.manual_seed(0)
     sizes = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
-    return BertModel(BertConfig(**sizes, num_attention_heads=2, **options)).eval()
+    return hf.BertModel(hf.BertConfig(**sizes, num_attention_heads=2, **options)).eval()
 
 
 class IdsOfTransformers(Ids):
@@ -419,17 +351,27 @@ class IdsOfTransformers(Ids):
     class Block(Ids.Block, GradientCheckpointingLayer):
         pass
 
-    def __init__(self) -> None:
-        super().__init__(given=lambda ids: {"padding_mask": ids != 0})
+
+def told(mask: Callable[[Tensor], Tensor], name: str = "attention_mask", kind: type[Ids] = Ids) -> Callable[[], Ids]:
+    """Blocks are called with a mask that is made of the tokens."""
+    return lambda: kind(given=lambda ids: {name: mask(ids)})
 
 
-class Lightning(nn.Module):
-    """Holds a model of transformers, and makes its mask."""
+class Holding(nn.Module):
+    """Holds a model of transformers."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.model = bert()
-        self.config = SimpleNamespace(is_encoder_decoder=True)  # of what it holds, as some wrappers have it
+        self.model = self.build()
+
+    def build(self) -> nn.Module:
+        return bert()
+
+
+class Lightning(Holding):
+    """And makes its mask."""
+
+    config = SimpleNamespace(is_encoder_decoder=True)  # of what it holds, as some wrappers have it
 
     def forward(self, ids: Tensor) -> Tensor:
         return self.model(input_ids=ids, attention_mask=(ids != 0).long()).last_hidden_state
@@ -456,26 +398,13 @@ MADE_INSIDE = {
     "of a model of transformers": (Lightning, ["model.encoder.layer.0", "model.encoder.layer.1"]),
     "of nn.TransformerEncoder": (lambda: OfTorch(batch_first=True), ["encoder.layers.0", "encoder.layers.1"]),
     "tokens before the batch": (lambda: OfTorch(batch_first=False), ["encoder.layers.0", "encoder.layers.1"]),
-    "of blocks, True = padding": (lambda: Ids(given=lambda ids: {"padding_mask": ids == 0}), ID_BLOCKS),
-    "padding_mask of blocks of transformers": (IdsOfTransformers, ID_BLOCKS),
-    "of blocks, 1 = a token": (lambda: Ids(given=lambda ids: {"attention_mask": (ids != 0).long()}), ID_BLOCKS),
-    "of blocks, to broadcast": (
-        lambda: Ids(given=lambda ids: {"attention_mask": (ids != 0).long()[:, None, None]}),
-        ID_BLOCKS,
-    ),
-    "of blocks, to multiply with": (
-        lambda: Ids(given=lambda ids: {"attention_mask": (ids != 0).float()[..., None]}),
-        ID_BLOCKS,
-    ),
-    "of blocks, added to scores": (
-        lambda: Ids(given=lambda ids: {"attention_mask": (ids == 0)[:, None, None] * -1e4}),
-        ID_BLOCKS,
-    ),
+    "of blocks, True = padding": (told(lambda ids: ids == 0, "padding_mask"), ID_BLOCKS),
+    "of blocks of transformers": (told(lambda ids: ids != 0, "padding_mask", IdsOfTransformers), ID_BLOCKS),
+    "of blocks, 1 = a token": (told(lambda ids: (ids != 0).long()), ID_BLOCKS),
+    "of blocks, to broadcast": (told(lambda ids: (ids != 0).long()[:, None, None]), ID_BLOCKS),
+    "of blocks, to multiply with": (told(lambda ids: (ids != 0).float()[..., None]), ID_BLOCKS),
+    "of blocks, added to scores": (told(lambda ids: (ids == 0)[:, None, None] * -1e4), ID_BLOCKS),
 }
-
-
-def zero_padded() -> list[Tensor]:
-    return [batch["input_ids"].clamp_min(1) * batch["attention_mask"] for batch in padded()]
 
 
 FULL = torch.arange(1, 11).view(2, 5)  # tokens without padding
@@ -486,7 +415,7 @@ FULL = torch.arange(1, 11).view(2, 5)  # tokens without padding
 def test_masks_that_the_model_makes_of_its_tokens(form, sequential):
     build, blocks = MADE_INSIDE[form]
     found = collected(build().eval(), blocks, data_loader=zero_padded(), sequential=sequential)
-    assert {stats.tokens for stats in found.values()} == {int(sum((ids != 0).sum() for ids in zero_padded()))}
+    assert {stats.tokens for stats in found.values()} == {PADDED_ROWS}
     if sequential == "none":
 
         def real(ids, name):
@@ -495,25 +424,18 @@ def test_masks_that_the_model_makes_of_its_tokens(form, sequential):
         assert_stats(found, brute_force(build().eval(), zero_padded(), blocks, real))
 
 
-class Wrapped(nn.Module):
+class Wrapped(Holding):
     """Around an encoder-decoder of transformers, whose decoder has no padding."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = ARCHITECTURES["t5"].build()
+    def build(self) -> nn.Module:
+        return ARCHITECTURES["t5"].build()
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, decoder_input_ids: Tensor) -> Tensor:
-        return self.model(
-            input_ids=input_ids, attention_mask=attention_mask, decoder_input_ids=decoder_input_ids
-        ).logits
+        return self.model(input_ids, attention_mask, decoder_input_ids).logits
 
 
-class OneForTwo(nn.Module):
+class OneForTwo(Holding):
     """One model of transformers for text with a mask, and for other rows without."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = bert()
 
     def forward(self, query: dict[str, Tensor], image: Tensor) -> Tensor:
         return self.model(**query).pooler_output @ self.model(inputs_embeds=image).pooler_output.T
@@ -528,38 +450,23 @@ class TwoTowers(nn.Module):
         return self.text(ids).mean(1) @ self.image(image).mean(1).T
 
 
-WITHOUT_A_MASK = {  # a part of the model is called without one -> its layer, its rows, and the class that a note names
-    "the decoder": (
-        Wrapped,
-        {"decoder_input_ids": torch.ones(3, 12, dtype=torch.long)},
-        ("model.decoder.block.0.layer.2.DenseReluDense.wo", 3 * 12, None),
-    ),
-    "the second call": (
-        OneForTwo,
-        {"image": torch.randn(3, 12, 16)},
-        ("model.encoder.layer.0.intermediate.dense", int(padded()[0]["attention_mask"].sum()) + 3 * 12, "BertModel"),
-    ),
-    "the other tower": (
-        TwoTowers,
-        {"image": torch.randn(3, 12, 16)},
-        ("image.layers.0.linear1", 3 * 12, "TransformerEncoder"),
-    ),
-}
+IMAGE, REAL = torch.randn(3, 12, 16), FIRST["attention_mask"]
+QUERY, TOWERS = {"query": FIRST, "image": IMAGE}, {"ids": zero_padded()[0], "attention_mask": REAL, "image": IMAGE}
+DECODED = FIRST | {"decoder_input_ids": torch.ones(3, 12, dtype=torch.long)}
+# (model, batch, a layer of the part that is called without one, its rows, the class that a note names)
+WITHOUT_A_MASK = [
+    (Wrapped, DECODED, "model.decoder.block.0.layer.2.DenseReluDense.wo", 3 * 12, None),
+    (OneForTwo, QUERY, "model.encoder.layer.0.intermediate.dense", int(REAL.sum()) + 3 * 12, "BertModel"),
+    (TwoTowers, TOWERS, "image.layers.0.linear1", 3 * 12, "TransformerEncoder"),
+]
 
 
-@pytest.mark.parametrize("case", WITHOUT_A_MASK)
-def test_a_call_without_a_mask_has_none_of_other_calls(case):
+@pytest.mark.parametrize(("build", "batch", "layer", "rows", "noted"), WITHOUT_A_MASK)
+def test_a_call_without_a_mask_has_none_of_other_calls(build, batch, layer, rows, noted):
     """Though there are as many tokens as in the padded call."""
-    build, further, (layer, rows, noted) = WITHOUT_A_MASK[case]
-    batch = padded()[0]
-    if case == "the second call":
-        batch = {"query": batch}
-    elif case == "the other tower":
-        batch = {"ids": zero_padded()[0], "attention_mask": batch["attention_mask"]}
-    model = build().eval()
-    mts.sparsify(model, "wanda", data_loader=[batch | further], progress=False, include=["*.0.*"])
-    assert {entry.name: entry.tokens for entry in mts.report(model).layers}[layer] == rows
-    notes = [note for note in mts.report(model).notes if "without a mask" in note]
+    tokens, notes = counted(build().eval(), batch, include=["*.0.*"])
+    assert tokens[layer] == rows
+    notes = [note for note in notes if "without a mask" in note]
     assert [note.split()[0] for note in notes] == [noted] * (noted is not None)
 
 
@@ -572,9 +479,7 @@ def test_a_decoder_takes_the_mask_of_the_states_that_it_is_given(states_mask):
         "encoder_hidden_states": torch.randn(2, 4, 16),
         "encoder_attention_mask": states_mask,
     }
-    model = bert(is_decoder=True, add_cross_attention=True)
-    mts.sparsify(model, "wanda", data_loader=[batch], progress=False)
-    rows = {layer.name: layer.tokens for layer in mts.report(model).layers}
+    rows, _ = counted(bert(is_decoder=True, add_cross_attention=True), batch)
     assert rows["encoder.layer.1.attention.self.key"] == rows["encoder.layer.1.crossattention.self.query"] == 5
     assert rows["encoder.layer.1.crossattention.self.key"] == (6 if states_mask is not None else 8)
 
@@ -606,20 +511,17 @@ def test_what_is_made_of_an_encoders_states_is_known_by_its_length_or_noted(leng
     real = torch.arange(length) < torch.tensor([[1], [length]])
     batch = {"tgt": torch.randn(2, length, 16), "memory": torch.randn(2, 4, 16)}
     batch |= {"tgt_key_padding_mask": ~real, "memory_key_padding_mask": ~MASK}
-    model = NormedMemory()
-    mts.sparsify(model, "wanda", data_loader=[batch], progress=False)
-    rows = {layer.name: layer.tokens for layer in mts.report(model).layers}
+    rows, notes = counted(NormedMemory(), batch)
     assert (rows["blocks.1.q"], rows["blocks.1.k"]) == (real.sum(), MASK.sum() if length == 3 else real.sum())
-    notes = [note for note in mts.report(model).notes if note.startswith("Block is given two inputs of one length")]
-    assert len(notes) == (length == 4)
+    assert sum(note.startswith("Block is given two inputs of one length") for note in notes) == (length == 4)
 
 
 def test_patches_of_images_have_a_mask():
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
-    model = Siglip2VisionModel(Siglip2VisionConfig(patch_size=4, num_patches=16, **sizes)).eval()
+    model = hf.Siglip2VisionModel(hf.Siglip2VisionConfig(patch_size=4, num_patches=16, **sizes)).eval()
     batch = {"pixel_values": torch.randn(2, 4, 48), "spatial_shapes": torch.tensor([[2, 2], [1, 2]])}
-    mts.sparsify(model, "wanda", data_loader=[batch | {"pixel_attention_mask": MASK.long()}], progress=False)
-    assert {layer.tokens for layer in mts.report(model).layers} == {6}
+    rows, _ = counted(model, batch | {"pixel_attention_mask": MASK.long()})
+    assert {*rows.values()} == {6}
 
 
 def test_a_mask_of_pixels_is_noted_where_there_is_padding():
@@ -628,20 +530,16 @@ def test_a_mask_of_pixels_is_noted_where_there_is_padding():
             return super().forward(pixel_values.flatten(2).mT)
 
     for real, noted in ((torch.ones(2, 3, 3), False), (torch.ones(2, 3, 3).tril(), True)):
-        model = Image()
-        batch = {"pixel_values": torch.randn(2, 16, 3, 3), "pixel_mask": real}
-        mts.sparsify(model, "wanda", data_loader=[batch], progress=False)
-        notes = [note for note in mts.report(model).notes if "'pixel_mask' of Image is of pixels: all rows" in note]
-        assert len(notes) == noted
-        assert {layer.tokens for layer in mts.report(model).layers} == {18}
+        rows, notes = counted(Image(), {"pixel_values": torch.randn(2, 16, 3, 3), "pixel_mask": real})
+        assert sum("'pixel_mask' of Image is of pixels: all rows" in note for note in notes) == noted
+        assert {*rows.values()} == {18}
 
 
 def test_the_choices_of_a_question_are_texts_of_a_batch():
     sizes = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
-    model = BertForMultipleChoice(BertConfig(**sizes, num_attention_heads=2)).eval()
-    batch = {name: rows[None] for name, rows in padded()[0].items()}
-    mts.sparsify(model, "wanda", data_loader=[batch], progress=False)
-    assert {layer.tokens for layer in mts.report(model).layers} == {int(batch["attention_mask"].sum())}
+    model = hf.BertForMultipleChoice(hf.BertConfig(**sizes, num_attention_heads=2)).eval()
+    rows, _ = counted(model, {name: rows[None] for name, rows in FIRST.items()})
+    assert {*rows.values()} == {int(REAL.sum())}
 
 
 def generated(model: nn.Module) -> None:
@@ -658,18 +556,14 @@ class SelfCalling(Ids):
         return super().forward(batch)
 
 
-PADDED_ROWS = sum(int(batch["attention_mask"].sum()) for batch in padded())
+def of_inner(model: nn.Module) -> None:
+    for batch in padded():
+        model.model(**batch)
+
+
 LOOPS = {  # that call parts of the model, or a model that calls itself -> the layer whose rows are the tokens
-    "a model inside": (
-        Lightning,
-        lambda model: [model.model(**batch) for batch in padded()],
-        "model.encoder.layer.0.output.dense",
-    ),
-    "parts of a model of transformers": (
-        tiny_llama,
-        lambda model: [model.model(**batch) for batch in padded()],
-        "model.layers.0.mlp.up_proj",
-    ),
+    "a model inside": (Lightning, of_inner, "model.encoder.layer.0.output.dense"),
+    "parts of a model of transformers": (tiny_llama, of_inner, "model.layers.0.mlp.up_proj"),
     "generate": (ARCHITECTURES["t5"].build, generated, "encoder.block.0.layer.1.DenseReluDense.wo"),
     "itself": (SelfCalling, lambda model: model(zero_padded()), "blocks.0.up"),
 }
@@ -678,18 +572,16 @@ LOOPS = {  # that call parts of the model, or a model that calls itself -> the l
 @pytest.mark.filterwarnings("ignore:stack .* is calibrated through the whole model")
 def test_a_mask_begins_with_the_tokens_in_the_cache():
     """Three new tokens of each of the 5 texts, the first of which comes from the padded call itself."""
-    model = tiny_llama()
-    mts.sparsify(model, "wanda", forward_loop=generated, progress=False)
-    assert {layer.tokens for layer in mts.report(model).layers} == {PADDED_ROWS + 2 * 5}
+    rows, _ = counted(tiny_llama(), forward_loop=generated)
+    assert {*rows.values()} == {PADDED_ROWS + 2 * 5}
 
 
 @pytest.mark.filterwarnings("ignore:stack .* is calibrated through the whole model")
 @pytest.mark.parametrize("case", LOOPS)
 def test_a_loop_may_call_parts_of_the_model(case):
     build, loop, name = LOOPS[case]
-    model = build().eval()
-    mts.sparsify(model, "wanda", forward_loop=loop, progress=False)
-    assert {layer.name: layer.tokens for layer in mts.report(model).layers}[name] == PADDED_ROWS
+    rows, _ = counted(build().eval(), forward_loop=loop)
+    assert rows[name] == PADDED_ROWS
 
 
 @pytest.mark.filterwarnings("ignore:stack .* is calibrated through the whole model")
@@ -697,14 +589,11 @@ def test_what_a_loop_calls_by_itself_has_no_mask_of_the_call_before():
     """A block, which says nothing of padding; the input is as long as the padded batch."""
 
     def loop(model: nn.Module) -> None:
-        batch = padded()[0]
-        model(**batch)
-        model.encoder.layer[0](torch.ones(*batch["input_ids"].shape, 16))
+        model(**FIRST)
+        model.encoder.layer[0](torch.ones(3, 12, 16))
 
-    model = bert()
-    mts.sparsify(model, "wanda", forward_loop=loop, progress=False)
-    tokens = {layer.name: layer.tokens for layer in mts.report(model).layers}
-    assert tokens["encoder.layer.0.intermediate.dense"] == int(padded()[0]["attention_mask"].sum()) + 3 * 12
+    rows, _ = counted(bert(), forward_loop=loop)
+    assert rows["encoder.layer.0.intermediate.dense"] == int(REAL.sum()) + 3 * 12
 
 
 def test_a_model_that_calls_itself_is_told_by_each_of_its_calls():
@@ -714,21 +603,19 @@ def test_a_model_that_calls_itself_is_told_by_each_of_its_calls():
 
 def test_labels_of_an_encoder_decoder_go_for_a_decoder_that_is_called_without_a_mask():
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
-    decoder = BertConfig(vocab_size=VOCAB, is_decoder=True, add_cross_attention=True, **sizes)
-    config = VisionEncoderDecoderConfig.from_encoder_decoder_configs(
-        ViTConfig(image_size=8, patch_size=4, **sizes), decoder, pad_token_id=0, decoder_start_token_id=1
+    decoder = hf.BertConfig(vocab_size=VOCAB, is_decoder=True, add_cross_attention=True, **sizes)
+    config = hf.VisionEncoderDecoderConfig.from_encoder_decoder_configs(
+        hf.ViTConfig(image_size=8, patch_size=4, **sizes), decoder, pad_token_id=0, decoder_start_token_id=1
     )
-    model = VisionEncoderDecoderModel(config).eval()
     batch = {"pixel_values": torch.randn(2, 3, 8, 8), "labels": torch.tensor([[5, 6, 7, -100], [8, 9, -100, -100]])}
-    mts.sparsify(model, "wanda", data_loader=[batch], progress=False, include=["decoder.*.intermediate.*"])
-    assert [layer.tokens for layer in mts.report(model).layers] == [5]
+    rows, _ = counted(hf.VisionEncoderDecoderModel(config).eval(), batch, include=["decoder.*.intermediate.*"])
+    assert [*rows.values()] == [5]
 
 
 @pytest.mark.parametrize("batches", [[zero_padded()[0], FULL], [FULL]], ids=["one of two", "none"])
 def test_a_mask_that_is_added_to_scores_is_all_zeros_in_a_batch_without_padding(batches):
-    model = Ids(given=lambda ids: {"attention_mask": (ids == 0)[:, None, None] * -1e4})
-    mts.sparsify(model, "wanda", data_loader=batches, progress=False)
-    assert {layer.tokens for layer in mts.report(model).layers} == {int(sum((ids != 0).sum() for ids in batches))}
+    rows, _ = counted(told(lambda ids: (ids == 0)[:, None, None] * -1e4)(), data_loader=batches)
+    assert {*rows.values()} == {int(sum((ids != 0).sum() for ids in batches))}
 
 
 def test_padding_alone_is_no_data_and_no_weight_that_its_parent_reads():
@@ -739,17 +626,12 @@ def test_padding_alone_is_no_data_and_no_weight_that_its_parent_reads():
 def test_two_towers_have_a_mask_each():
     """Both calls of the one model inside are told of their own padding."""
 
-    class Towers(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = bert()
-
+    class Towers(Holding):
         def forward(self, query, answer):
             return self.model(**query).pooler_output @ self.model(**answer).pooler_output.T
 
     found = collected(Towers(), ["model.encoder.layer.0"], data_loader=[(*padded(), {})], include="*.layer.0.*")
-    real = sum(int(batch["attention_mask"].sum()) for batch in padded())
-    assert {stats.tokens for stats in found.values()} == {real}
+    assert {stats.tokens for stats in found.values()} == {PADDED_ROWS}
 
 
 UNCLEAR = {
@@ -763,37 +645,31 @@ UNCLEAR = {
 @pytest.mark.parametrize("case", UNCLEAR)
 def test_a_mask_of_which_nothing_says_what_true_means_is_noted(case):
     name, mask = UNCLEAR[case]
-    model = Ids(given=lambda ids: {name: mask(ids)})
-    mts.sparsify(model, "wanda", data_loader=zero_padded(), progress=False)
-    (note,) = mts.report(model).notes
+    rows, (note,) = counted(told(mask, name)(), data_loader=zero_padded())
     assert note.startswith(f"{name!r} of Block does not say whether True is padding: all rows are counted")
-    assert {layer.tokens for layer in mts.report(model).layers} == {3 * 12 + 2 * 9}
+    assert {*rows.values()} == {3 * 12 + 2 * 9}
 
 
 def test_a_mask_of_pairs_of_tokens_is_none_of_padding():
     """12 texts of 12 tokens, so that the shapes agree."""
     causal = torch.ones(12, 12).tril()
     model = Ids(given=lambda ids: {"attention_mask": causal, "mask": causal == 0})
-    mts.sparsify(model, "wanda", data_loader=[torch.randint(1, 20, (12, 12)) for _ in range(2)], progress=False)
-    assert {layer.tokens for layer in mts.report(model).layers} == {2 * 144}
-    assert mts.report(model).notes == []
+    rows, notes = counted(model, data_loader=[torch.randint(1, 20, (12, 12)) for _ in range(2)])
+    assert ({*rows.values()}, notes) == ({2 * 144}, [])
 
 
 def test_blocks_are_tuned_without_the_padding_that_they_are_told_of():
     """What stands at padding changes nothing."""
-    tuned = []
-    for padding in (0.0, 50.0):
-        model = Ids(given=lambda ids: {"padding_mask": ids == 0})
+    models = [told(lambda ids: ids == 0, "padding_mask")() for _ in range(2)]
+    for model, padding in zip(models, (0.0, 50.0)):
         model.embedding.weight.data[0] = padding
         mts.sparsify(model, pattern="2:4", quality="balanced", data_loader=zero_padded(), progress=False)
-        tuned.append(dict(model.blocks.named_parameters()))
-    assert all(torch.equal(tuned[0][name], tuned[1][name]) for name in tuned[0])
+    assert_same_state(models[0].blocks, state_of(models[1].blocks))
 
 
 @pytest.mark.parametrize("rows", [5, 4])
 def test_a_batch_that_could_be_turned_around_is_noted(rows):
     """As XLNet turns it: what stands for texts in its mask are tokens in its layers."""
     ids, mask = ragged(rows, 5, "right", seed=0)
-    model = tiny_llama()
-    mts.sparsify(model, "wanda", data_loader=[{"input_ids": ids, "attention_mask": mask}])
-    assert any("as many texts as tokens" in note for note in mts.report(model).notes) == (rows == 5)
+    _, notes = counted(tiny_llama(), {"input_ids": ids, "attention_mask": mask})
+    assert any("as many texts as tokens" in note for note in notes) == (rows == 5)

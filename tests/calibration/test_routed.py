@@ -1,7 +1,5 @@
 """Experts in a list, which see the rows that are routed to them."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -10,18 +8,7 @@ import modelopt_sparse as mts
 from tests.calibration.collecting import assert_calibrated, collected
 from tests.helpers import refused
 from tests.models.stacked import STACKED, Block, Routed, Stacked, vectors
-
-
-def rows_of_experts(model: Any, batches: list[Tensor]) -> list[Tensor]:
-    """What the experts of the last block are given when the whole model runs, as plain hooks see it."""
-    seen: dict[nn.Module, list[Tensor]] = {expert: [] for expert in model.blocks[-1].experts}
-    hooks = [e.register_forward_pre_hook(lambda module, args: seen[module].append(args[0].double())) for e in seen]
-    with torch.no_grad():
-        for x in batches:
-            model(x)
-    for hook in hooks:
-        hook.remove()
-    return [torch.cat(rows) for rows in seen.values()]
+from tests.oracles.brute_force import inputs_of
 
 
 @pytest.mark.parametrize("how", ["pool", "weight_only"])
@@ -33,9 +20,9 @@ def test_an_expert_in_a_list_that_is_given_few_rows_or_none(how, sequential, pos
     model.stem = nn.Identity()
     batches = [-x.abs() for x in vectors()]
     batches[0][:positive, 0] *= -1
-    first, second = rows_of_experts(model, batches)
+    experts = [f"blocks.0.experts.{i}" for i in range(2)]
+    first, second = inputs_of(model, experts, batches).values()
     assert len(second) == positive
-    experts = ["blocks.0.experts.0", "blocks.0.experts.1"]
     found = collected(model, ["blocks.0"], data_loader=batches, min_tokens=8, experts=how, sequential=sequential)
     pool = first.T @ first + second.T @ second
     average = pool / (len(first) + len(second))
@@ -59,12 +46,8 @@ def test_experts_none_of_which_is_given_rows_saw_no_data():
         def forward(self, x: Tensor) -> Tensor:
             return Block.forward(self, x)
 
-    refused(
-        mts.sparsify,
-        Stacked(blocks=1, block=Idle),
-        match="2 layers saw no calibration data: blocks.0.experts.0; blocks.0.experts.1:",
-        data_loader=vectors(),
-    )
+    match = "2 layers saw no calibration data: blocks.0.experts.0; blocks.0.experts.1:"
+    refused(mts.sparsify, Stacked(blocks=1, block=Idle), match=match, data_loader=vectors())
 
 
 def test_all_tokens_of_experts_in_a_list_cannot_be_told():
@@ -98,7 +81,7 @@ def test_an_expert_that_loses_its_rows_when_the_layers_before_it_are_pruned():
     dense = model.blocks[1].experts[1].weight.detach().clone()
     rules = {"blocks.0.*": {"method": "magnitude"}}
     mts.sparsify(model, "wanda", rules=rules, data_loader=[x], min_tokens=2, progress=False)
-    first, second = rows_of_experts(model, [x])
+    first, second = inputs_of(model, [f"blocks.1.experts.{i}" for i in range(2)], [x]).values()
     assert (len(first), len(second)) == (5, 0)
     expected = mts.NM(2, 4).mask(dense.double().abs() * first.square().sum(0).sqrt())
     assert torch.equal(model.blocks[1].experts[1].weight != 0, expected)

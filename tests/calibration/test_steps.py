@@ -25,21 +25,16 @@ def with_labels(rows: Tensor) -> dict[str, Tensor]:
     return {"rows": rows, "labels": rows.flatten(1)[:, 0]}
 
 
+STEPS = [  # of how many rows
+    *((ROWS, as_call, 8) for as_call in (None, with_masks, with_labels)),
+    *((IMAGES, as_call, 2) for as_call in (None, with_labels)),
+    *((ROWS[:100], None, 3), (ROWS[:3], None, 1)),
+]
+
+
 @pytest.mark.parametrize("tuned", [{"reconstruct": True}, {"distill": True}])
 @pytest.mark.parametrize("sizes", [32, 4, 7, 300])
-@pytest.mark.parametrize(
-    ("rows", "as_call", "size"),
-    [
-        (ROWS, None, 8),
-        (ROWS, with_masks, 8),
-        (ROWS, with_labels, 8),
-        (ROWS[:100], None, 3),
-        (ROWS[:3], None, 1),
-        (IMAGES, None, 2),
-        (IMAGES, with_labels, 2),
-    ],
-    ids=["tokens", "with masks", "with labels", "few", "three", "images", "images with labels"],
-)
+@pytest.mark.parametrize(("rows", "as_call", "size"), STEPS)
 def test_steps_are_the_same_whatever_the_batches(rows, as_call, size, sizes, tuned):
     """About 1,024 tokens each, at least 32, in an order drawn by the seed; an image counts as 128 tokens."""
     batches = rows.split(sizes)
@@ -58,25 +53,21 @@ def test_steps_are_the_same_whatever_the_batches(rows, as_call, size, sizes, tun
         assert torch.equal(torch.cat(rows_of_step), step)
 
 
-FLOATS, POSITIONS = torch.zeros(40, 300), torch.zeros(3, 40, 300, dtype=torch.long)
+WHOLE = {
+    "floats": torch.zeros(40, 300),
+    "hidden states": torch.zeros(40, 300, 2),
+    "positions": {"input_ids": ROWS[:40], "position_ids": torch.zeros(3, 40, 300, dtype=torch.long)},
+    "both": {"input_ids": ROWS[:40], "pixel_values": IMAGES[:40]},
+    "more images": {"pixel_values": IMAGES[:40], "rows": torch.zeros(39, dtype=torch.long)},
+    "fewer labels": {"input_ids": ROWS[:40], "labels": ROWS[0, :39]},
+    "lengths": {"input_ids": ROWS[:40], "lengths": ROWS[0, :40]},
+    "one row": (ROWS[:40], ROWS[:1], {}),
+}
 
 
-@pytest.mark.parametrize(
-    "batch",
-    [
-        FLOATS,
-        torch.zeros(40, 300, 2),
-        {"input_ids": ROWS[:40], "position_ids": POSITIONS},
-        {"input_ids": ROWS[:40], "pixel_values": IMAGES[:40]},
-        {"pixel_values": IMAGES[:40], "rows": torch.zeros(39, dtype=torch.long)},
-        {"input_ids": ROWS[:40], "labels": ROWS[0, :39]},
-        {"input_ids": ROWS[:40], "lengths": ROWS[0, :40]},
-        (ROWS[:40], ROWS[:1], {}),
-    ],
-    ids=["floats", "hidden states", "positions", "both", "more images", "fewer labels", "lengths", "one row"],
-)
-def test_what_is_not_known_to_have_a_row_for_each_sample_stays_whole(batch):
-    calls = load_calls(mts.SparsifyConfig(data_loader=[batch] * 3, reconstruct=True), tiny_llama(), [])
+@pytest.mark.parametrize("what", WHOLE)
+def test_what_is_not_known_to_have_a_row_for_each_sample_stays_whole(what):
+    calls = load_calls(mts.SparsifyConfig(data_loader=[WHOLE[what]] * 3, reconstruct=True), tiny_llama(), [])
     assert [batch_rows(call.args, call.kwargs) for call in calls] == [40] * 3
     assert sorted(call.batch for call in calls) == [0, 1, 2]
 
@@ -103,24 +94,28 @@ def tiny_bert() -> nn.Module:
     return BertForMaskedLM(BertConfig(vocab_size=97, **sizes))
 
 
-WITH_OWN_TEXT = {"method": "wanda", "self_data": 50, "reconstruct": 1}
+def one_block() -> nn.Module:
+    return tiny_llama(num_hidden_layers=1)
 
 
-@pytest.mark.parametrize(
-    ("build", "options"),
-    [
-        (tiny_llama, {"quality": "balanced"}),
-        (tiny_llama, {"method": "wanda", "distill": {"epochs": 1}}),
-        (tiny_llama, WITH_OWN_TEXT),
-        (tiny_bert, WITH_OWN_TEXT),
-    ],
-)
+DISTILLED = {"method": "wanda", "distill": {"epochs": 1}}
+OWN_TEXT = {"method": "wanda", "self_data": 50, "reconstruct": 1}
+
+
+RUNS = [
+    (one_block, {"quality": "balanced"}),
+    (one_block, DISTILLED),
+    *((each, OWN_TEXT) for each in (one_block, tiny_bert)),
+]
+
+
+@pytest.mark.parametrize(("build", "options"), RUNS)
 def test_the_same_rows_in_other_batches_give_the_same_result(build, options):
     """Eight of 32 rows, 64 of 4, and some of other sizes."""
     ids = torch.randint(3, 97, (256, 24), generator=torch.Generator().manual_seed(1))
     weights = []
     for sizes in (32, 4, [100, 1, 155]):
-        model = build(**({"num_hidden_layers": 1} if build is tiny_llama else {})).double()
+        model = build().double()
         mts.sparsify(model, pattern="2:4", data_loader=ids.split(sizes), progress=False, **options)
         weights.append(dict(model.named_parameters()))
     for other in weights[1:]:

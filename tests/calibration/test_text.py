@@ -4,17 +4,8 @@ import json
 
 import pytest
 import torch
-from torch import nn
-from transformers import (
-    AutoTokenizer,
-    EncodecConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MusicgenConfig,
-    MusicgenDecoderConfig,
-    PreTrainedConfig,
-    T5Config,
-)
+import transformers as hf
+from torch import Tensor, nn
 
 import modelopt_sparse as mts
 from modelopt_sparse.calibration.data import load_calls
@@ -26,17 +17,17 @@ pytestmark = pytest.mark.core
 
 
 @pytest.fixture(scope="module")
-def tokenizer():
-    return AutoTokenizer.from_pretrained(TESTBED / "tiny-llama")
-
-
-@pytest.fixture(scope="module")
 def text() -> str:
     return (TESTBED / "heldout.txt").read_text(encoding="utf-8")[:1500]
 
 
-def text_llama(tokenizer) -> LlamaForCausalLM:
+def text_llama(tokenizer) -> hf.LlamaForCausalLM:
     return tiny_llama(vocab_size=len(tokenizer))
+
+
+def batches_of(model: nn.Module, tokenizer, data, **options) -> list[Tensor]:
+    config = mts.SparsifyConfig(data=data, tokenizer=tokenizer, **options)
+    return [call.kwargs["input_ids"] for call in load_calls(config, model, [])]
 
 
 def test_text_is_cut_into_windows_without_special_tokens(tokenizer, text):
@@ -52,22 +43,21 @@ def test_text_is_cut_into_windows_without_special_tokens(tokenizer, text):
 
 def test_text_files_give_what_their_text_gives(tokenizer, text, tmp_path):
     """A .txt file is one document, a .jsonl file has one per line; documents are joined by the end-of-text token."""
-    options = {"tokenizer": tokenizer, "seq_len": 16, "num_samples": 5}
-    documents = [text[:700], text[700:]]
+    model, documents = text_llama(tokenizer), [text[:700], text[700:]]
     (tmp_path / "a.txt").write_text(text, encoding="utf-8")
     lines = [json.dumps({"text": document, "source": "x"}) + "\n" for document in documents]
     (tmp_path / "a.jsonl").write_text("".join(lines) + "\n", encoding="utf-8")
-    expected = collected(text_llama(tokenizer), data=[text], **options)
-    assert_same(collected(text_llama(tokenizer), data=tmp_path / "a.txt", **options), expected)
-
     joined = [tokenizer(document, add_special_tokens=False)["input_ids"] for document in documents]
-    ids = torch.tensor([*joined[0], tokenizer.eos_token_id, *joined[1]])
-    model = text_llama(tokenizer)
-    windows = list(ids[: len(ids) // 16 * 16].view(-1, 16).split(1))
-    expected = collected(model, data_loader=windows)
-    options["num_samples"] = len(windows)
-    for data in (documents, tmp_path / "a.jsonl"):
-        assert_same(collected(text_llama(tokenizer), data=data, batch_size=1, **options), expected)
+    of_documents = [*joined[0], tokenizer.eos_token_id, *joined[1]]
+    whole = tokenizer(text, add_special_tokens=False)["input_ids"]
+    for data, ids in (
+        ([text], whole),
+        (tmp_path / "a.txt", whole),
+        (documents, of_documents),
+        (tmp_path / "a.jsonl", of_documents),
+    ):
+        batches = batches_of(model, tokenizer, data, seq_len=16, num_samples=len(ids) // 16)
+        assert torch.cat(batches).flatten().tolist() == ids[: len(ids) // 16 * 16]
 
 
 def test_windows_are_drawn_by_seed_and_without_replacement(tokenizer, text):
@@ -76,11 +66,8 @@ def test_windows_are_drawn_by_seed_and_without_replacement(tokenizer, text):
     windows = {tuple(window.tolist()) for window in ids[: len(ids) // 16 * 16].view(-1, 16)}
     drawn = {}
     for seed in (0, 0, 1):
-        model, seen = text_llama(tokenizer), []
-        model.model.embed_tokens.register_forward_pre_hook(lambda module, args, seen=seen: seen.append(args[0]))
-        options = {"data": [text], "tokenizer": tokenizer, "seq_len": 16, "num_samples": 6, "seed": seed}
-        mts.sparsify(model, "wanda", progress=False, **options)
-        rows = [tuple(row.tolist()) for row in seen[0]]
+        batches = batches_of(text_llama(tokenizer), tokenizer, [text], seq_len=16, num_samples=6, seed=seed)
+        rows = [tuple(row.tolist()) for row in torch.cat(batches)]
         assert len(rows) == len(set(rows)) == 6
         assert windows.issuperset(rows)
         assert drawn.setdefault(seed, rows) == rows
@@ -131,8 +118,8 @@ def test_more_tokens_than_the_model_takes_are_refused(tokenizer, text):
     refused(mts.make_plan, model, "magnitude", seq_len=392_708, parts=["at most 64 tokens"])
     mts.make_plan(model, "magnitude", seq_len=64)
 
-    class Outer(PreTrainedConfig):
-        sub_configs = {"text_config": LlamaConfig}
+    class Outer(hf.PreTrainedConfig):
+        sub_configs = {"text_config": hf.LlamaConfig}
 
         def __init__(self, text_config=None, **more) -> None:
             self.text_config = text_config
@@ -148,15 +135,14 @@ def test_more_tokens_than_the_model_takes_are_refused(tokenizer, text):
 
 def calls_of(model: nn.Module, tokenizer, text: str, **options) -> list[int]:
     """How many windows each batch has."""
-    config = mts.SparsifyConfig(data=[text], tokenizer=tokenizer, **options)
-    return [len(call.kwargs["input_ids"]) for call in load_calls(config, model, [])]
+    return [len(batch) for batch in batches_of(model, tokenizer, [text], **options)]
 
 
 def test_of_two_text_models_the_decoder_says_how_many_tokens_are_taken():
     model = nn.Linear(4, 4)
-    decoder = MusicgenDecoderConfig(max_position_embeddings=77).to_dict()
-    parts = {"text_encoder": T5Config().to_dict(), "audio_encoder": EncodecConfig().to_dict(), "decoder": decoder}
-    model.config = MusicgenConfig(**parts)
+    parts = {"text_encoder": hf.T5Config(), "audio_encoder": hf.EncodecConfig()}
+    parts["decoder"] = hf.MusicgenDecoderConfig(max_position_embeddings=77)
+    model.config = hf.MusicgenConfig(**{name: part.to_dict() for name, part in parts.items()})
     assert default_seq_len(model) == 77
 
 
@@ -185,8 +171,7 @@ def test_a_batch_is_left_to_judge_by(tokenizer, text):
 def test_a_vocabulary_that_does_not_fit_the_model(tokenizer, text):
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     parts = [f"token id {max(ids)}", "has 97 tokens", "give its own tokenizer"]
-    refused(
-        mts.sparsify, tiny_llama(), "wanda", data=[text], tokenizer=tokenizer, num_samples=1, seq_len=16, parts=parts
-    )
+    data = {"data": [text], "tokenizer": tokenizer, "num_samples": 1, "seq_len": 16}
+    refused(mts.sparsify, tiny_llama(), "wanda", parts=parts, **data)
     with pytest.raises(ValueError, match=f"token id {max(ids)}, .* has 97 tokens"):
         mts.evaluate(tiny_llama(), torch.tensor(ids), seq_len=16, progress=False)

@@ -9,7 +9,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import modelopt_sparse as mts
 from tests.calibration.collecting import assert_same, collected, padded
-from tests.helpers import Snapshot, refused, tiny_llama, token_batches
+from tests.helpers import Snapshot, assert_same_state, refused, state_of, tiny_llama, token_batches
 from tests.models.stacked import STACKED, Between, NanAtPadding, Stacked, vectors
 from tests.oracles.brute_force import Recording, assert_stats, brute_force, matrices_of
 
@@ -110,13 +110,9 @@ def test_ctrl_c_in_any_forward(kind):
 
 @pytest.mark.parametrize("sequential", ["block", "stage", "none"])
 def test_two_runs_are_bit_identical(sequential):
-    runs = [tiny_llama(), tiny_llama()]
-    for model in runs:
-        mts.sparsify(model, data_loader=padded(), sequential=sequential, progress=False)
-    one, other = (model.state_dict() for model in runs)
-    assert one.keys() == other.keys()
-    for name in one:
-        assert torch.equal(one[name], other[name]), name
+    options = {"data_loader": padded(), "sequential": sequential, "progress": False}
+    one, other = (mts.sparsify(tiny_llama(), **options) for _ in range(2))
+    assert_same_state(one, state_of(other))
 
 
 def test_a_model_in_training_mode_is_calibrated_in_evaluation_mode():
@@ -141,11 +137,3 @@ def test_whatever_gradient_mode_the_caller_is_in(mode, from_tensors):
         assert_same(collected(model, data_loader=token_batches()), from_tensors)
     assert len(mts.verify(model, "2:4").layers) == 14
     assert all(parameter.requires_grad and parameter.grad is None for parameter in model.parameters())
-
-
-def test_random_numbers_are_left_alone():
-    """Calibration draws none from the global generator."""
-    model, data = tiny_llama(), token_batches()
-    state = torch.random.get_rng_state()
-    mts.sparsify(model, data_loader=data, progress=False)
-    assert torch.equal(torch.random.get_rng_state(), state)

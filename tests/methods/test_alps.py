@@ -92,14 +92,11 @@ def test_admm_is_that_of_the_paper(pattern, iterations):
 
 def test_more_iterations_than_it_takes_to_settle_change_nothing():
     weight, stats = problem(2)
-    method = METHODS["alps"]
-    found = [
-        method.solve(weight, method.prepare(stats, method.options), parse_pattern("2:4"), {**method.options, **more})
-        for more in ({"iterations": 300}, {"iterations": 1000})
-    ]
-    assert torch.equal(found[0].weight, found[1].weight)
-    short = method.solve(
-        weight, method.prepare(stats, method.options), parse_pattern("2:4"), {**method.options, "iterations": 3}
+    method, pattern = METHODS["alps"], parse_pattern("2:4")
+    state = method.prepare(stats, method.options)
+    short, settled, longer = (
+        method.solve(weight, state, pattern, {**method.options, "iterations": count}) for count in (3, 300, 1000)
     )
-    assert not torch.equal(short.mask, found[0].mask)
-    assert found[0].error < short.error
+    assert torch.equal(settled.weight, longer.weight)
+    assert not torch.equal(short.mask, settled.mask)
+    assert settled.error < short.error

@@ -175,9 +175,3 @@ def test_the_damping_is_the_methods_own():
         return model.get_parameter("model.layers.0.mlp.down_proj.weight").detach()
 
     assert not torch.equal(values(), values(damping=0.5))
-
-
-@pytest.mark.parametrize("value", [-1, 0.5, "yes"])
-def test_iterations_that_make_no_sense(value):
-    with pytest.raises(ValueError, match=r"polish=.*: must be a whole number of at least 0"):
-        mts.make_plan(tiny_llama(), "wanda", polish=value)

@@ -49,15 +49,6 @@ def expected(pattern: Pattern, block_size: int, damping: float) -> tuple[Tensor,
     return one_at_a_time(weight, inputs.mT @ inputs, pattern, block_size, damping)
 
 
-def assert_as_one_at_a_time(
-    weight: Tensor, inputs: Tensor, pattern: Pattern, block_size: int, rtol: float = 1e-8
-) -> None:
-    pruned, mask = one_at_a_time(weight, inputs.mT @ inputs, pattern, block_size)
-    found = solve(weight, stats_of(inputs), pattern, block_size=block_size)
-    assert torch.equal(found.mask, mask)
-    torch.testing.assert_close(found.weight, pruned, rtol=rtol, atol=rtol / 100)
-
-
 @pytest.mark.parametrize(("damping", "block_size"), [*((0.01, size) for size in [*BLOCK_SIZES, 40]), (0.3, 16)])
 @pytest.mark.parametrize(
     "pattern",
@@ -79,20 +70,22 @@ def test_solutions_agree_with_one_weight_at_a_time_whatever_the_block_size(patte
     torch.testing.assert_close(in_float32.weight, pruned.float(), rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("pattern", ["2:4", "50% per row", "50% per matrix"])
-def test_dead_channels_agree_with_one_weight_at_a_time(pattern):
-    weight, inputs = problem(5, 32)
-    inputs[:, [0, 5, 8, 9, 10, 11, 31]] = 0
-    assert_as_one_at_a_time(weight, inputs, parse_pattern(pattern), 16)
+DEAD = [0, 5, 8, 9, 10, 11, 31]
+WIDE = [(130, 100, "29%"), (132, 100, "1:3"), (300, 256, "2:4"), (300, 256, "50% per row"), (412, 200, "2:4")]
 
 
 @pytest.mark.parametrize(
-    ("columns", "block_size", "pattern"),
-    [(130, 100, "29%"), (132, 100, "1:3"), (300, 256, "2:4"), (300, 256, "50% per row"), (412, 200, "2:4")],
+    ("columns", "block_size", "pattern", "dead"),
+    [*((32, 16, pattern, DEAD) for pattern in ("2:4", "50% per row", "50% per matrix")), *((*of, []) for of in WIDE)],
 )
-def test_wide_blocks_and_a_short_last_one_agree_with_one_weight_at_a_time(columns, block_size, pattern):
+def test_dead_channels_wide_blocks_and_a_short_last_one_do(columns, block_size, pattern, dead):
     """The errors of a column reach all later ones, further than 64 columns and from block to block."""
-    assert_as_one_at_a_time(*problem(3, columns), parse_pattern(pattern), block_size, rtol=1e-7)
+    weight, inputs = problem(4, columns)
+    inputs[:, dead] = 0
+    pruned, mask = one_at_a_time(weight, inputs.mT @ inputs, parse_pattern(pattern), block_size)
+    found = solve(weight, stats_of(inputs), parse_pattern(pattern), block_size=block_size)
+    assert torch.equal(found.mask, mask)
+    torch.testing.assert_close(found.weight, pruned, rtol=1e-7, atol=1e-9)
 
 
 @pytest.mark.parametrize("pattern", ["2:4", "50% per row"])
@@ -110,20 +103,9 @@ def test_each_expert_is_damped_by_its_own_diagonal(pattern):
 
 def test_without_a_scope_the_matrix_is_the_scope():
     weight, inputs = problem(6, 32)
-    options = dict(SPARSEGPT.options)
-    state = SPARSEGPT.prepare(stats_of(inputs), options)
-    assert torch.equal(
-        SPARSEGPT.solve(weight, state, Unstructured(0.5), options).mask,
-        SPARSEGPT.solve(weight, state, Unstructured(0.5, "matrix"), options).mask,
-    )
-
-
-def test_uncorrelated_inputs_leave_the_kept_weights_alone_and_prune_as_wanda():
-    weight = torch.randn(6, 16, dtype=torch.float64)
-    stats = of_gram(torch.diag(torch.rand(16, dtype=torch.float64) + 0.1))
-    found = solve(weight, stats, NM(2, 4), damping=1e-12)
-    assert torch.equal(found.mask, METHODS["wanda"].solve(weight, stats, NM(2, 4), {}).mask)
-    torch.testing.assert_close(found.weight, weight.masked_fill(~found.mask, 0), rtol=1e-9, atol=0)
+    state = SPARSEGPT.prepare(stats_of(inputs), SPARSEGPT.options)
+    patterns = Unstructured(0.5), Unstructured(0.5, "matrix")
+    assert torch.equal(*(SPARSEGPT.solve(weight, state, each, SPARSEGPT.options).mask for each in patterns))
 
 
 def test_a_twin_channel_takes_over_the_weight_of_its_pruned_copy():
@@ -152,21 +134,15 @@ def test_the_output_error_is_below_that_of_wanda_and_magnitude(pattern, seed):
     assert error["sparsegpt"] < 0.8 * error["wanda"] < 0.8 * error["magnitude"]
 
 
-def test_compensation_halves_the_error_of_the_same_mask():
-    weight, inputs = problem(24, 64, tokens=512)
-    found = solve(weight, stats_of(inputs), NM(2, 4))
-    mask_alone = weight.masked_fill(~found.mask, 0)
-    assert found.error < 0.5 * reference.output_error(weight, mask_alone, inputs)
-
-
 # unusual inputs ------------------------------------------------------------------------------------------------------
 
 
 def test_the_scale_of_the_inputs_does_not_matter():
     weight, inputs = problem(6, 32)
-    plain = solve(weight.float(), stats_of(inputs.float()), NM(2, 4))
-    for scale in (2.0**-20, 2.0**20):
-        scaled = solve(weight.float(), stats_of(scale * inputs.float()), NM(2, 4))
+    small, plain, large = (
+        solve(weight.float(), stats_of(scale * inputs.float()), NM(2, 4)) for scale in (2.0**-20, 1, 2.0**20)
+    )
+    for scaled in (small, large):
         assert torch.equal(scaled.mask, plain.mask)
         assert torch.equal(scaled.weight, plain.weight)
 

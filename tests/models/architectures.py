@@ -70,12 +70,9 @@ def ragged(rows: int, length: int, side: str, seed: int) -> tuple[Tensor, Tensor
     return ids.masked_fill(~real, 1), real.long()
 
 
-def texts(side: str) -> list[Batch]:
-    batches = []
-    for seed, (rows, length) in enumerate(SIZES):
-        ids, mask = ragged(rows, length, side, seed)
-        batches.append({"input_ids": ids, "attention_mask": mask})
-    return batches
+def texts(side: str, sizes: tuple[tuple[int, int], ...] = SIZES) -> list[Batch]:
+    pairs = [ragged(rows, length, side, seed) for seed, (rows, length) in enumerate(sizes)]
+    return [{"input_ids": ids, "attention_mask": mask} for ids, mask in pairs]
 
 
 def pairs(side: str) -> list[Batch]:
@@ -112,11 +109,10 @@ def images(side: str) -> list[Batch]:
 
 def images_and_texts(side: str) -> list[Batch]:
     """One image per text; the second texts are as long as an image has positions, 5."""
-    batches = []
-    for seed, (rows, length) in enumerate(((2, 11), (3, 5), (1, 5))):
-        ids, mask = ragged(rows, length, side, seed)
-        ids[:, -1] = VOCAB - 1  # the end-of-text token, which CLIP pools
-        batches.append({"input_ids": ids, "attention_mask": mask, "pixel_values": random_images(rows, seed)})
+    batches = texts(side, ((2, 11), (3, 5), (1, 5)))
+    for seed, batch in enumerate(batches):
+        batch["input_ids"][:, -1] = VOCAB - 1  # the end-of-text token, which CLIP pools
+        batch["pixel_values"] = random_images(len(batch["input_ids"]), seed)
     return batches
 
 
@@ -214,27 +210,10 @@ def _mlp() -> nn.Module:
 
 # the table ----------------------------------------------------------------------------------------------------------
 
-DECODER = {
-    "vocab_size": VOCAB,
-    "hidden_size": WIDTH,
-    "intermediate_size": WIDER,
-    "num_hidden_layers": 2,
-    "num_attention_heads": HEADS,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 32,
-    "pad_token_id": 1,
-    "bos_token_id": 2,
-    "eos_token_id": 2,
-}
-ENCODER = {key: DECODER[key] for key in DECODER if key not in ("num_key_value_heads", "bos_token_id", "eos_token_id")}
-VISION = {
-    "hidden_size": WIDTH,
-    "intermediate_size": WIDER,
-    "num_hidden_layers": 2,
-    "num_attention_heads": HEADS,
-    "image_size": 16,
-    "patch_size": 8,
-}
+BODY = {"hidden_size": WIDTH, "intermediate_size": WIDER, "num_hidden_layers": 2, "num_attention_heads": HEADS}
+ENCODER = {"vocab_size": VOCAB, **BODY, "max_position_embeddings": 32, "pad_token_id": 1}
+DECODER = {**ENCODER, "num_key_value_heads": 2, "bos_token_id": 2, "eos_token_id": 2}
+VISION = {**BODY, "image_size": 16, "patch_size": 8}
 
 
 def _gemma3() -> nn.Module:
@@ -256,8 +235,7 @@ def _opt() -> nn.Module:
 
 
 def _gpt_neox() -> nn.Module:
-    config = {key: value for key, value in DECODER.items() if key != "num_key_value_heads"}
-    return hf.GPTNeoXForCausalLM(hf.GPTNeoXConfig(**config))
+    return hf.GPTNeoXForCausalLM(hf.GPTNeoXConfig(**ENCODER, bos_token_id=2, eos_token_id=2))
 
 
 def _t5() -> nn.Module:
@@ -281,12 +259,8 @@ def _clip() -> nn.Module:
 
 
 def _llava() -> nn.Module:
-    config = hf.LlavaConfig(
-        vision_config=hf.CLIPVisionConfig(**VISION),
-        text_config=hf.LlamaConfig(**DECODER),
-        image_token_index=VOCAB - 1,
-        image_seq_length=4,
-    )
+    parts = {"vision_config": hf.CLIPVisionConfig(**VISION), "text_config": hf.LlamaConfig(**DECODER)}
+    config = hf.LlavaConfig(**parts, image_token_index=VOCAB - 1, image_seq_length=4)
     return hf.LlavaForConditionalGeneration(config)
 
 

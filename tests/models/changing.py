@@ -4,20 +4,6 @@ import torch
 from torch import Tensor, nn
 
 
-class Sharing(nn.Module):
-    """Two layers that get one input, or in batches that begin with a negative number each its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList([SharingBlock(), SharingBlock()])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
 class SharingBlock(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -28,13 +14,15 @@ class SharingBlock(nn.Module):
         return torch.tanh(self.a(x) + self.b(x + 1 if apart else x)) * (-1 if apart else 1)
 
 
-class Choosing(nn.Module):
-    """Two blocks of three layers, of which every batch goes through the one that its first number names."""
+class Sharing(nn.Module):
+    """Two layers that get one input, or in batches that begin with a negative number each its own."""
+
+    kind: type[nn.Module] = SharingBlock
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.blocks = nn.ModuleList([ChoosingBlock(), ChoosingBlock()])
+        self.blocks = nn.ModuleList([self.kind(), self.kind()])
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -50,3 +38,9 @@ class ChoosingBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         chosen = self.choices[int(x.flatten()[0])]
         return torch.cat([x[..., :1], chosen(x).tanh()[..., 1:]], dim=-1)
+
+
+class Choosing(Sharing):
+    """Two blocks of three layers, of which every batch goes through the one that its first number names."""
+
+    kind = ChoosingBlock

@@ -63,16 +63,12 @@ SMALL: tuple[tuple[str, int], ...] = (
     (r"num_queries|num_query_tokens|.*n_latents|num_latents|max_keypoints", 8),
 )
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
-DINOV2 = {
-    "model_type": "dinov2",
-    "hidden_size": WIDTH,
-    "num_hidden_layers": 4,
-    "num_attention_heads": HEADS,
-    "image_size": 32,
-    "patch_size": 8,
-    "out_indices": [1, 2, 3, 4],
-    "reshape_hidden_states": False,
-}
+DINOV2 = {"model_type": "dinov2", "hidden_size": WIDTH, "num_hidden_layers": 4, "num_attention_heads": HEADS}
+DINOV2 |= {"image_size": 32, "patch_size": 8, "out_indices": [1, 2, 3, 4], "reshape_hidden_states": False}
+DEPTH = {"backbone_config": DINOV2, "patch_size": 8, "reassemble_hidden_size": WIDTH}
+SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "num_hidden_layers": 2}
+GEMMA3N = {"intermediate_size": WIDER, "activation_sparsity_pattern": [0.5, 0.0], "num_kv_shared_layers": 0}
+GLM = ("glm4v_text", "glm_image_text", "glm_ocr_text")
 # what the table above cannot say of single types
 OVERRIDES: dict[str, dict[str, Any]] = {
     **{key: {"upsample_groups": 16} for key in ("mimi", "mimi_decoder")},
@@ -82,32 +78,21 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     **{key: {"vocab_size": VOCAB} for key in ("wav2vec2-bert", "wav2vec2-conformer")},
     **{key: {"pad_token_id": 1} for key in ("llama4", "emu3")},
     "bit": {"num_groups": 8},
-    "glm4v_text": {"rope_parameters": {**ROPE, "mrope_section": [4, 2, 2]}},
+    **{key: {"rope_parameters": {**ROPE, "mrope_section": [4, 2, 2]}} for key in GLM},
+    **{key: {"num_heads": (2, 2, 2, 2), "image_size": 64, "patch_size": 2} for key in ("swin", "donut-swin")},
+    **{key: {"num_heads": (2, 2, 2, 2)} for key in ("swinv2", "maskformer-swin")},
+    **dict.fromkeys(("depth_anything", "prompt_depth_anything"), DEPTH),
     "glm4v_moe_text": {"rope_parameters": {**ROPE, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}},
-    "glm_image_text": {"rope_parameters": {**ROPE, "mrope_section": [4, 2, 2]}},
-    "glm_ocr_text": {"rope_parameters": {**ROPE, "mrope_section": [4, 2, 2]}},
     "layoutlmv3": {"coordinate_size": 10, "shape_size": 12},
-    "swin": {"num_heads": (2, 2, 2, 2), "image_size": 64, "patch_size": 2},
     "dpt": {"num_hidden_layers": 4, "backbone_out_indices": [0, 1, 2, 3], "is_hybrid": False},
-    "depth_anything": {"backbone_config": DINOV2, "patch_size": 8, "reassemble_hidden_size": WIDTH},
-    "prompt_depth_anything": {"backbone_config": DINOV2, "patch_size": 8, "reassemble_hidden_size": WIDTH},
-    "swinv2": {"num_heads": (2, 2, 2, 2)},
-    "donut-swin": {"num_heads": (2, 2, 2, 2), "image_size": 64, "patch_size": 2},
-    "maskformer-swin": {"num_heads": (2, 2, 2, 2)},
     "reformer": {"is_decoder": True},
-    "gemma3n_text": {
-        "num_hidden_layers": 2,
-        "intermediate_size": WIDER,
-        "activation_sparsity_pattern": [0.5, 0.0],
-        "layer_types": ["sliding_attention", "full_attention"],
-        "num_kv_shared_layers": 0,
-    },
+    "gemma3n_text": SLIDING | GEMMA3N,
     "step3p5": {"sliding_window": 8},
     "longcat_flash": {"head_dim": 16, "num_layers": 2, "zero_expert_num": 2},
     "mamba2": {"num_heads": 8, "head_dim": 16},
     "mistral_large4_text": {"kv_source_layers": [0, 1], "num_hidden_layers": 2},
     "lfm2_moe": {"num_dense_layers": 1, "layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
-    "cohere_compass_text": {"layer_types": ["sliding_attention", "full_attention"], "num_hidden_layers": 2},
+    "cohere_compass_text": SLIDING,
     "laguna": {"num_attention_heads_per_layer": [4, 4], "num_hidden_layers": 2},
 }
 
@@ -347,11 +332,10 @@ def _images(config: Any, names: list[str], normal: Any) -> Iterator[Batch]:
         yield {name: normal(ROWS, frames, channels, height, width)}
     yield {name: square}
     yield {name: square, **sizes}
-    yield {name: normal(ROWS, 1, channels, height, width), **sizes}
-    yield {name: normal(ROWS, 3, channels, height, width), **sizes}
-    yield {name: normal(ROWS, frames, channels, height, width), **sizes}
-    yield {name: normal(ROWS, channels, 64, 64), **sizes}
-    yield {name: normal(ROWS, channels, 224, 224), **sizes}
+    for several in (1, 3, frames):
+        yield {name: normal(ROWS, several, channels, height, width), **sizes}
+    for side in (64, 224):
+        yield {name: normal(ROWS, channels, side, side), **sizes}
 
 
 def _sounds(config: Any, normal: Any) -> dict[str, list[Tensor]]:
@@ -474,11 +458,10 @@ def sparsified(model: nn.Module, batch: Batch) -> Outcome:
 def _sparsified(model: nn.Module, batch: Batch) -> Outcome:
     plan = mts.make_plan(model, "sparsegpt", pattern="2:4")
     unreached = _unreached(model, batch, plan)
+    options = {"data_loader": [batch], "exclude": unreached, "min_tokens": 1, "progress": False}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        mts.sparsify(
-            model, "sparsegpt", pattern="2:4", data_loader=[batch], exclude=unreached, min_tokens=1, progress=False
-        )
+        mts.sparsify(model, "sparsegpt", pattern="2:4", **options)
     blocks = tuple(f"{name}." if name else "" for stack in plan.stacks for name in stack.names)
     pruned = sum(math.prod(layer.shape) for layer in plan.layers)
     left = sum(

@@ -9,18 +9,9 @@ import transformers as hf
 from torch import nn
 
 VOCAB, WIDTH, INNER, EXPERTS, CHOSEN = 53, 32, 24, 4, 2
-COMMON: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": WIDTH,
-    "intermediate_size": INNER,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 32,
-    "pad_token_id": 1,
-    "bos_token_id": 2,
-    "eos_token_id": 2,
-}
+COMMON: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": WIDTH, "intermediate_size": INNER, "num_hidden_layers": 2}
+COMMON |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32}
+COMMON |= {"pad_token_id": 1, "bos_token_id": 2, "eos_token_id": 2}
 
 
 def build(model_class: str, config_class: str, **more: Any) -> Callable[[], nn.Module]:

@@ -25,48 +25,38 @@ class TwinsAcross(Stacked):
         self.blocks[2].up.weight = self.blocks[0].up.weight
 
 
-class Again(Block):
-    """Calls one layer twice, with two inputs, of which the first is another layer's as well."""
-
+class Mixing(Block):
     def __init__(self) -> None:
         super().__init__()
         self.mix, self.other = nn.Linear(16, 16), nn.Linear(16, 16)
+
+
+class Again(Mixing):
+    """Calls one layer twice, with two inputs, of which the first is another layer's as well."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.other(x) + self.mix(x)
         return super().forward(self.mix(y.relu()))
 
 
-class SameTwice(Block):
+class SameTwice(Mixing):
     """Both layers are called twice; but one of them with the same input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mix, self.other = nn.Linear(16, 16), nn.Linear(16, 16)
 
     def forward(self, x: Tensor) -> Tensor:
         y = x.relu()
         return super().forward(self.mix(x) + self.mix(y) + self.other(x) + self.other(x))
 
 
-class Sometimes(Block):
+class Sometimes(Mixing):
     """Layers share an input in large batches only."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mix, self.other = nn.Linear(16, 16), nn.Linear(16, 16)
 
     def forward(self, x: Tensor) -> Tensor:
         y = x if len(x) > 5 else x * 2
         return super().forward(self.mix(x) + self.other(y))
 
 
-class WrittenBetween(Block):
+class WrittenBetween(Mixing):
     """The second layer gets the tensor of the first one, with something else in it by then."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mix, self.other = nn.Linear(16, 16), nn.Linear(16, 16)
 
     def forward(self, x: Tensor) -> Tensor:
         y = x.clone()

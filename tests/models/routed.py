@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ def without_experts(model: nn.Module, small: nn.Module, kept: Mapping[str, list[
     for name, value in model.state_dict().items():
         if value.shape == sizes[name] or value.dim() > 2:
             continue
-        layer = max(kept, key=lambda each: len(_common(each, name)))
+        layer = max(kept, key=lambda each: _common(each, name))
         experts = model.get_parameter(layer if layer.endswith("_proj") else f"{layer}.weight").shape[0]
         gone = torch.tensor([expert for expert in range(experts) if expert not in kept[layer]])
         if value.dim() == 2 and value.shape[0] >= experts:
@@ -50,12 +51,6 @@ def without_experts(model: nn.Module, small: nn.Module, kept: Mapping[str, list[
             value.copy_(values)
 
 
-def _common(name: str, other: str) -> list[str]:
-    """The first parts that two names have in common."""
-    both = zip(name.split("."), other.split("."))
-    parts: list[str] = []
-    for own, its in both:
-        if own != its:
-            break
-        parts.append(own)
-    return parts
+def _common(name: str, other: str) -> int:
+    """How many parts two names begin with in common."""
+    return sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(name.split("."), other.split("."))))

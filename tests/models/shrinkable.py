@@ -112,10 +112,12 @@ class InterleavedMLP(nn.Module):
 
 
 class InterleavedLlama(LlamaForCausalLM):
+    kind: type[nn.Module] = InterleavedMLP
+
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__(config)
         for layer in self.model.layers:
-            layer.mlp = InterleavedMLP(config)
+            layer.mlp = self.kind(config)
 
 
 class SplitMLP(InterleavedMLP):
@@ -130,11 +132,8 @@ class SplitMLP(InterleavedMLP):
         return self.down_proj(nn.functional.silu(gate) * up)
 
 
-class SplitLlama(LlamaForCausalLM):
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__(config)
-        for layer in self.model.layers:
-            layer.mlp = SplitMLP(config)
+class SplitLlama(InterleavedLlama):
+    kind = SplitMLP
 
 
 class ScaledMLP(nn.Module):
@@ -169,11 +168,8 @@ class NormedMLP(InterleavedMLP):
         return self.down_proj(self.norm(gate * up))
 
 
-class NormedLlama(LlamaForCausalLM):
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__(config)
-        for layer in self.model.layers:
-            layer.mlp = NormedMLP(config)
+class NormedLlama(InterleavedLlama):
+    kind = NormedMLP
 
 
 class SoftmaxMLP(InterleavedMLP):
@@ -184,11 +180,8 @@ class SoftmaxMLP(InterleavedMLP):
         return self.down_proj(gate.softmax(-1) * up)
 
 
-class SoftmaxLlama(LlamaForCausalLM):
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__(config)
-        for layer in self.model.layers:
-            layer.mlp = SoftmaxMLP(config)
+class SoftmaxLlama(InterleavedLlama):
+    kind = SoftmaxMLP
 
 
 class CountingLlama(LlamaForCausalLM):

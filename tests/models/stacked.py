@@ -284,7 +284,9 @@ class Convolving(Block):
         return super().forward(x + self.mix(x.mT).mT)
 
 
-class ConvolvingModel(Stacked):
+class Masked(Stacked):
+    """With a mask beside its rows, which it does not look at."""
+
     def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         return super().forward(x)
 
@@ -513,24 +515,18 @@ class Autocast(Stacked):
 
 
 class Inference(Stacked):
-    @torch.inference_mode()
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x)
+    forward = torch.inference_mode()(Stacked.forward)
 
 
 class WithGradients(Stacked):
-    @torch.enable_grad()
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x)
+    forward = torch.enable_grad()(Stacked.forward)
 
 
 # what they do not -----------------------------------------------------------------------------------------------------
 
 
 class NoGrad(Stacked):
-    @torch.no_grad()
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x)
+    forward = torch.no_grad()(Stacked.forward)
 
 
 class Checkpointed(Stacked):

@@ -19,10 +19,8 @@ class TwoOutputs(hf.LlamaModel):
 
 def tiny_gpt2(**changes: Any) -> hf.GPT2LMHeadModel:
     torch.manual_seed(0)
-    settings = {
-        "vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "initializer_range": 0.2,
-    }  # fmt: skip
-    return hf.GPT2LMHeadModel(hf.GPT2Config(**{**settings, **changes})).eval()
+    settings = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+    return hf.GPT2LMHeadModel(hf.GPT2Config(**{**settings, "initializer_range": 0.2, **changes})).eval()
 
 
 def tiny_mixtral(**changes: Any) -> hf.MixtralForCausalLM:
@@ -35,26 +33,17 @@ def tiny_mixtral(**changes: Any) -> hf.MixtralForCausalLM:
 
 def tiny_qwen() -> hf.Qwen3ForCausalLM:
     torch.manual_seed(0)
-    sizes = {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 3,
-        "head_dim": 8,
-        "initializer_range": 0.2,
-    }
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "initializer_range": 0.2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": False}
     return hf.Qwen3ForCausalLM(hf.Qwen3Config(vocab_size=VOCAB, **sizes, **heads)).eval()
 
 
 def tiny_yolos() -> hf.YolosForObjectDetection:
     """Position embeddings are added between its blocks; they are zero at first."""
     torch.manual_seed(0)
-    model = hf.YolosForObjectDetection(
-        hf.YolosConfig(
-            image_size=[32, 32], patch_size=8, hidden_size=32, intermediate_size=64, num_hidden_layers=3,
-            num_attention_heads=4, num_detection_tokens=4,
-        )
-    )  # fmt: skip
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+    config = hf.YolosConfig(image_size=[32, 32], patch_size=8, num_detection_tokens=4, **sizes)
+    model = hf.YolosForObjectDetection(config)
     for name, parameter in model.named_parameters():
         if name.endswith("position_embeddings"):
             torch.nn.init.normal_(parameter)
@@ -63,9 +52,5 @@ def tiny_yolos() -> hf.YolosForObjectDetection:
 
 def tiny_t5() -> hf.T5ForConditionalGeneration:
     torch.manual_seed(0)
-    return hf.T5ForConditionalGeneration(
-        hf.T5Config(
-            vocab_size=VOCAB, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_decoder_layers=2, num_heads=4,
-            initializer_factor=1.0,
-        )
-    ).eval()  # fmt: skip
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4}
+    return hf.T5ForConditionalGeneration(hf.T5Config(vocab_size=VOCAB, initializer_factor=1.0, **sizes)).eval()

@@ -95,6 +95,23 @@ def call_model(model: nn.Module, batch: Any) -> None:
 
 
 @torch.no_grad()
+def inputs_of(model: nn.Module, names: list[str], batches: Iterable[Any]) -> dict[str, Tensor]:
+    """All rows [T, C] that these layers are given when the whole model runs over the batches, in float64."""
+    seen: dict[str, list[Tensor]] = {name: [] for name in names}
+    hooks = [
+        model.get_submodule(name).register_forward_pre_hook(
+            lambda _, args, rows=rows: rows.append(args[0].double().flatten(0, -2))
+        )
+        for name, rows in seen.items()
+    ]
+    for batch in batches:
+        call_model(model, batch)
+    for hook in hooks:
+        hook.remove()
+    return {name: torch.cat(rows) for name, rows in seen.items()}
+
+
+@torch.no_grad()
 def brute_force(
     model: nn.Module,
     batches: Iterable[Any],

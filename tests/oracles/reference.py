@@ -116,3 +116,12 @@ def conv2d_gram(conv: torch.nn.Conv2d, x: Tensor) -> Tensor:
         rows = group.permute(0, 3, 2, 1).reshape(-1, kernel * per_group).double()
         grams.append(rows.T @ rows)
     return torch.stack(grams)
+
+
+def drawn_loss(logits: Tensor, number: int) -> Tensor:
+    """The loss of labels that are drawn from the predictions [..., V] themselves, by the numbers of this batch."""
+    log_p = logits.flatten(0, -2).log_softmax(-1)
+    places = torch.rand(len(log_p), generator=torch.Generator().manual_seed(number), dtype=torch.float64)
+    cumulative = log_p.detach().double().exp().cumsum(-1)
+    drawn = (cumulative <= (places * cumulative[:, -1])[:, None]).sum(-1)
+    return -log_p[torch.arange(len(log_p)), drawn].sum()

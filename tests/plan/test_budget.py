@@ -161,11 +161,8 @@ def test_the_choice_against_all_choices(seed):
     losses, costs = instance(seed, 5, 3)
     ceiling = int(costs[:, 0].sum() * 0.55)
     found = choose(losses, costs, ceiling)
-    best = min(
-        total(losses, np.array(choice))
-        for choice in product(range(3), repeat=5)
-        if total(costs, np.array(choice)) <= ceiling
-    )
+    every = [np.array(choice) for choice in product(range(3), repeat=5)]
+    best = min(total(losses, choice) for choice in every if total(costs, choice) <= ceiling)
     assert found is not None
     assert total(costs, found) <= ceiling
     assert total(losses, found) <= best * 1.000001

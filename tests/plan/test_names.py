@@ -60,21 +60,9 @@ def test_a_rule_matches_names_by_case_and_types_by_their_bases():
 
 
 def test_the_keys_of_modelopt_are_translated():
-    config = make(
-        {
-            "pattern": "2:4 sparsity",
-            "data_loader": [1],
-            "collect_func": len,
-            "max_iter_data_loader": 3,
-            "hessian_damp": 0.1,
-            "col_block_size": 64,
-            "verbose": False,
-            "device": "cpu",
-        }
-    )
-    assert config.pattern == NM(2, 4)
-    assert config.max_batches == 3
-    assert config.progress is False
+    given = {"pattern": "2:4 sparsity", "data_loader": [1], "collect_func": len, "max_iter_data_loader": 3}
+    config = make({**given, "hessian_damp": 0.1, "col_block_size": 64, "verbose": False, "device": "cpu"})
+    assert (config.pattern, config.max_batches, config.progress) == (NM(2, 4), 3, False)
     assert config.options == {"damping": 0.1, "block_size": 64}
     assert set(RENAMED) == {"max_iter_data_loader", "hessian_damp", "col_block_size", "verbose"}
 
@@ -85,17 +73,14 @@ def test_an_option_under_both_names_is_refused(old, new):
         make({old: 1, new: 1})
 
 
-@pytest.mark.parametrize(
-    ("key", "instead"),
-    [
-        ("calib_size", "use max_batches, or num_samples with text"),
-        ("row_block_size", "rows are independent and need no blocks; leave it out"),
-        ("checkpoint", "leave it out"),
-        ("score_func", "leave it out"),
-        ("loss_func", "leave it out"),
-        ("deployment", "leave it out"),
-    ],
-)
+INSTEAD = {
+    "calib_size": "use max_batches, or num_samples with text",
+    "row_block_size": "rows are independent and need no blocks; leave it out",
+    **dict.fromkeys(("checkpoint", "score_func", "loss_func", "deployment"), "leave it out"),
+}
+
+
+@pytest.mark.parametrize(("key", "instead"), INSTEAD.items())
 def test_keys_of_modelopt_without_a_counterpart_are_refused_with_what_to_do(key, instead):
     assert key in REFUSED
     with pytest.raises(ValueError, match=f"option '{key}' is not taken over from ModelOpt: .*{instead}"):
@@ -104,13 +89,8 @@ def test_keys_of_modelopt_without_a_counterpart_are_refused_with_what_to_do(key,
 
 def test_class_rules_of_modelopt_turn_around_because_there_the_last_match_wins():
     rules = parse_rules({"nn.Linear": {"*": {}, "*lm_head*": None}, "nn.Conv2d": None})
-    assert rules == (
-        Rule("*lm_head*", None, "Linear"),
-        Rule("*", {}, "Linear"),
-        Rule("*", None, "Linear"),
-        Rule("*", None, "Conv2d"),
-        Rule("*", None, "Conv2d"),
-    )
+    linear = Rule("*lm_head*", None, "Linear"), Rule("*", {}, "Linear"), Rule("*", None, "Linear")
+    assert rules == (*linear, Rule("*", None, "Conv2d"), Rule("*", None, "Conv2d"))
     assert parse_rules({"nn.Linear": {}})[0] == Rule("*", {}, "Linear")
 
 
@@ -128,25 +108,22 @@ def test_a_mode_list_brings_its_class_rules_along(config):
     assert config.pattern == NM(1, 4)
 
 
-@pytest.mark.parametrize(
-    ("mode", "words"),
-    [
-        ([], "a mode list names one method, this one has 0"),
-        (["magnitude", "sparsegpt"], "a mode list names one method, this one has 2"),
-        (["nothing"], "method 'nothing' is not known"),
-        (
-            [("sparsegpt", {"*lm_head*": None})],
-            r"such as 'nn.Linear', and '\*lm_head\*' is none: give rules of globs al",
-        ),
-        ([("sparsegpt", {"nn.Linaer": {}})], "such as 'nn.Linear', and 'nn.Linaer' is none"),
-        ([("sparsegpt", {"Linear": {}})], "such as 'nn.Linear', and 'Linear' is none"),
-        ([("sparsegpt", {}, {})], "mode list entry .* give a name, or a name with class rules"),
-        ([("sparsegpt", ["nn.Linear"])], "mode list entry .* give a name, or a name with class rules"),
-        ([5], "mode list entry 5: give a name"),
-        ([("sparsegpt", {"nn.Linear": False})], "class rule 'nn.Linear': False must be a mapping of globs, or None"),
-        ([("sparsegpt", {"nn.Linear": {"pattern": "1:4"}})], "a rule is a glob of layer names with a mapping"),
-    ],
-)
+BAD_LISTS = [
+    ([], "a mode list names one method, this one has 0"),
+    (["magnitude", "sparsegpt"], "a mode list names one method, this one has 2"),
+    (["nothing"], "method 'nothing' is not known"),
+    ([("sparsegpt", {"*lm_head*": None})], r"such as 'nn.Linear', and '\*lm_head\*' is none: give rules of globs"),
+    ([("sparsegpt", {"nn.Linaer": {}})], "such as 'nn.Linear', and 'nn.Linaer' is none"),
+    ([("sparsegpt", {"Linear": {}})], "such as 'nn.Linear', and 'Linear' is none"),
+    ([("sparsegpt", {}, {})], "mode list entry .* give a name, or a name with class rules"),
+    ([("sparsegpt", ["nn.Linear"])], "mode list entry .* give a name, or a name with class rules"),
+    ([5], "mode list entry 5: give a name"),
+    ([("sparsegpt", {"nn.Linear": False})], "class rule 'nn.Linear': False must be a mapping of globs, or None"),
+    ([("sparsegpt", {"nn.Linear": {"pattern": "1:4"}})], "a rule is a glob of layer names with a mapping"),
+]
+
+
+@pytest.mark.parametrize(("mode", "words"), BAD_LISTS)
 def test_a_bad_mode_list_is_refused(mode, words):
     wrong_type = any(part in words for part in ("entry", "class rule '", "a rule is"))
     with pytest.raises(TypeError if wrong_type else ValueError, match=words):

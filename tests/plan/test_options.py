@@ -25,11 +25,8 @@ def make(config=None, method="sparsegpt", **more) -> SparsifyConfig:
 
 def test_the_defaults_are_2_4_in_place_and_enforced():
     config = make()
-    assert config.pattern == NM(2, 4)
-    assert config.sequential == "block"
-    assert config.enforce is True
-    assert config.include is None
-    assert (config.exclude, config.rules, config.options) == ((), (), {})
+    assert (config.pattern, config.sequential, config.enforce) == (NM(2, 4), "block", True)
+    assert (config.include, config.exclude, config.rules, config.options) == (None, (), (), {})
     assert (config.num_samples, config.seq_len, config.batch_size, config.seed) == (128, None, None, 0)
 
 
@@ -93,9 +90,8 @@ def test_any_iterable_is_a_data_loader(loader):
 
 
 def test_a_config_takes_values_as_sparsify_does():
-    config = SparsifyConfig(
-        polish=True, reconstruct=2, pattern="1:4", device="cpu", memory_limit="1KB", exclude="*.o_proj"
-    )
+    options = {"polish": True, "reconstruct": 2, "pattern": "1:4", "device": "cpu", "memory_limit": "1KB"}
+    config = SparsifyConfig(**options, exclude="*.o_proj")
     assert (config.polish, config.memory_limit) == (30, 1000)
     assert (config.reconstruct, config.pattern) == (Reconstruct(epochs=2), NM(1, 4))
     assert (config.device, config.exclude) == (torch.device("cpu"), ("*.o_proj",))
@@ -106,13 +102,8 @@ def test_a_config_takes_values_as_sparsify_does():
 
 
 # of other libraries: what they are here
-ELSEWHERE = {
-    "dataset": "data=",
-    "ignore": "exclude=",
-    "targets": "include=",
-    "sparsity": "pattern=",
-    "mask_structure": "pattern=",
-}
+ELSEWHERE = {"dataset": "data=", "ignore": "exclude=", "targets": "include=", "sparsity": "pattern="}
+ELSEWHERE["mask_structure"] = "pattern="
 
 # what is refused ------------------------------------------------------------------------------------------------------
 
@@ -133,6 +124,8 @@ REFUSED = [
     ({"batch_size": "8"}, "batch_size='8': must be a positive whole number"),
     ({"seed": "zero"}, "seed='zero': must be a whole number"),
     ({"seed": True}, "seed=True: must be a whole number"),
+    ({"polish": 0.5}, "polish=0.5: must be a whole number of at least 0"),
+    ({"polish": "yes"}, "polish='yes': must be a whole number of at least 0"),
     ({"hardware_only": 1}, "hardware_only=1: must be True or False"),
     ({"count_padding": "yes"}, "count_padding='yes': must be True or False"),
     ({"autocast": "int8"}, "autocast='int8': allowed are 'bfloat16', 'float16', None"),
@@ -165,17 +158,17 @@ def test_a_bad_value_is_an_error_that_says_what_is_allowed(given, words):
         make(given)
 
 
-@pytest.mark.parametrize(
-    ("method", "key", "nearest"),
-    [
-        ("sparsegpt", "patern", "pattern"),
-        ("sparsegpt", "dampening", "damping"),
-        ("sparsegpt", "blocksize", "block_size"),
-        ("ria", "alpa", "alpha"),
-        ("wanda", "dataloader", "data_loader"),
-        ("wanda", "damping", ""),  # of another method
-    ],
-)
+NEAREST = [
+    ("sparsegpt", "patern", "pattern"),
+    ("sparsegpt", "dampening", "damping"),
+    ("sparsegpt", "blocksize", "block_size"),
+    ("ria", "alpa", "alpha"),
+    ("wanda", "dataloader", "data_loader"),
+    ("wanda", "damping", ""),  # of another method
+]
+
+
+@pytest.mark.parametrize(("method", "key", "nearest"), NEAREST)
 def test_an_unknown_option_is_an_error_that_names_the_nearest_known_one(method, key, nearest):
     near = f", did you mean {nearest!r}?" if nearest else ""
     message = re.escape(f"option {key!r} is not known{near}; allowed are ")

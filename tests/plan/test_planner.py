@@ -2,6 +2,8 @@
 
 import json
 from collections.abc import Callable
+from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +11,7 @@ import pytest
 import torch
 import transformers as hf
 from torch import nn
-from torch.nn.utils import parametrize, prune
-from transformers import T5ForConditionalGeneration as T5
+from torch.nn.utils import prune
 from transformers.pytorch_utils import Conv1D
 
 import modelopt_sparse as mts
@@ -43,12 +44,9 @@ def untied(**changes):
 # methods --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_a_method_goes_by_its_name(name):
-    assert resolve_method(name) == (METHODS[name], ())
-
-
-def test_modelopt_s_name_of_magnitude_is_an_alias():
+def test_a_method_goes_by_its_name_and_magnitude_by_that_of_modelopt():
+    for name in METHODS:
+        assert resolve_method(name) == (METHODS[name], ())
     assert resolve_method("sparse_magnitude")[0] is METHODS["magnitude"]
 
 
@@ -102,18 +100,26 @@ class GatedMLP(nn.Module):
         self.gate, self.up = nn.Linear(16, 16), nn.Linear(16, 16)
 
 
-class TopKRouter(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.down, self.up = nn.Linear(16, 8), nn.Linear(8, 4)
+class TopKRouter(nn.Sequential):
+    pass
 
 
-class Adapted(nn.Module):
-    """With adapters that are known by their names."""
+def routed_by_class() -> nn.Module:
+    return nn.Sequential(TopKRouter(*linears((16, 8), (8, 4))), GatedMLP())
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.lora_a, self.lora_b = nn.Linear(8, 8), nn.Linear(8, 4), nn.Linear(4, 8)
+
+def adapted() -> nn.Module:
+    """Adapters are known by their names."""
+    sizes = {"linear": (8, 8), "lora_a": (8, 4), "lora_b": (4, 8)}
+    return nn.Sequential(*(nn.ModuleDict({name: nn.Linear(*size) for name, size in sizes.items()}) for _ in range(2)))
+
+
+def with_a_named_head() -> nn.Module:
+    return nn.ModuleDict({"mlp": GatedMLP(), "lm_head": nn.Linear(16, 20)})
+
+
+def three() -> nn.Sequential:
+    return linears((16, 8), (16, 12), (24, 8))
 
 
 def with_a_stem() -> nn.Module:
@@ -156,6 +162,7 @@ FIRST = {"include": "model.layers.0.*", "rules": {"*.q_proj": {"pattern": "1:4"}
 NOT_FIRST = dict.fromkeys(("lm_head", *ALL[7:]), LEFT_OUT) | dict.fromkeys(ALL[::7], "excluded by '*.q_proj'")
 ROUTERS = {"0.gate": "MoE router", "0.shared_expert_gate": "MoE router"}
 ADAPTERS = {f"{i}.lora_{letter}": BESIDE for i in range(2) for letter in "ab"}
+NO_STEM = dict.fromkeys(("layers.0.0", "layers.1.0", "layers.1.1"), LEFT_OUT)
 # case -> (model, options, why weights stay dense); all others are pruned
 PLANS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], dict[str, str]]] = {
     "all but the head": (untied, {}, LLAMA),
@@ -166,22 +173,14 @@ PLANS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], dict[str, str]]]
     "lists that are no stacks": (with_lists, {}, dict.fromkeys(NO_STACKS, OUTSIDE)),
     "named lists": (with_lists, {"include": ["mixed.*", "stem.*", "layers.*"]}, {}),
     "a router by the experts beside it": (lambda: nn.Sequential(Mixture(), GatedMLP()), {}, ROUTERS),
-    "a router by its class": (
-        lambda: nn.Sequential(TopKRouter(), GatedMLP()),
-        {},
-        dict.fromkeys(("0.down", "0.up"), "MoE router"),
-    ),
+    "a router by its class": (routed_by_class, {}, {"0.0": "MoE router", "0.1": "MoE router"}),
     "a router by its name": (with_a_router, {}, {"0.modality_router": "router"}),
-    "a head by its name": (
-        lambda: nn.ModuleDict({"mlp": GatedMLP(), "lm_head": nn.Linear(16, 20)}),
-        {"include": "*"},
-        HEAD,
-    ),
+    "a head by its name": (with_a_named_head, {"include": "*"}, HEAD),
     # though 6 x 2 x 2 is a multiple
     "no fit": (misfits, {}, {"0": FIT.format(10), "2": FIT.format(6), "3": FIT.format(2)}),
     "fits": (misfits, {"pattern": "50%"}, {}),
-    "hardware": (lambda: linears((16, 8), (16, 12), (24, 8)), {"hardware_only": True}, {"1": HARDWARE, "2": HARDWARE}),
-    "any hardware": (lambda: linears((16, 8), (16, 12), (24, 8)), {}, {}),
+    "hardware": (three, {"hardware_only": True}, {"1": HARDWARE, "2": HARDWARE}),
+    "any hardware": (three, {}, {}),
     "include": (untied, {"include": SHARES}, EMBEDDING | dict.fromkeys(NO_SHARES, LEFT_OUT)),
     "exclude before include and rules": (untied, FIRST, EMBEDDING | NOT_FIRST),
     "a glob, include": (untied, {"include": "*"}, LLAMA),
@@ -189,11 +188,7 @@ PLANS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], dict[str, str]]]
     "a glob, class rules": (untied, {"rules": {"nn.Linear": {"*": {}}}}, LLAMA),
     "a name, include": (untied, {"include": ["*", "lm_head"]}, EMBEDDING),
     "a name, rules": (untied, {"rules": {"lm_head": {}}}, EMBEDDING),
-    "included stem": (
-        with_a_stem,
-        {"include": "st*"},
-        dict.fromkeys(("layers.0.0", "layers.1.0", "layers.1.1"), LEFT_OUT),
-    ),
+    "included stem": (with_a_stem, {"include": "st*"}, NO_STEM),
     "a stem by a glob": (with_a_stem, {"rules": {"st*": {}}}, {"stem": OUTSIDE}),
     "a stem by name": (with_a_stem, {"rules": {"stem": {}}}, {}),
     "left dense already, exclude": (tiny_llama, {"exclude": "lm_head"}, TIED),
@@ -202,7 +197,7 @@ PLANS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], dict[str, str]]]
     "rules of a class": (of_all_kinds, modelopts({"nn.Linear": {"*": {}, "2": None}}), {"2": "left dense by rule '2'"}),
     "ModelOpt's default rules": (two, modelopts(DEFAULT_RULES), {}),
     "ModelOpt's default rules, a tied head": (tiny_llama, modelopts(DEFAULT_RULES), TIED),
-    "adapters": (lambda: nn.Sequential(Adapted(), Adapted()), {}, ADAPTERS),
+    "adapters": (adapted, {}, ADAPTERS),
     "complex": (with_complex, {}, {"0": "complex weights: methods prune real ones"}),
 }
 
@@ -214,12 +209,6 @@ def test_what_is_pruned_and_why_the_rest_stays_dense(case):
     assert reasons(plan) == dense
     matrices = [name.removesuffix(".weight") for name, p in model.named_parameters() if p.dim() > 1]
     assert names(plan) == [name for name in matrices if name not in dense]
-
-
-def test_layers_of_a_llama_by_name():
-    plan = make_plan(untied(), "magnitude")
-    assert names(plan) == ALL
-    assert {item.block for item in plan.layers} == {"model.layers.0", "model.layers.1"}
 
 
 def test_the_head_of_a_model_without_a_stack_stays_dense():
@@ -264,38 +253,25 @@ def test_weights_that_a_parent_reads_without_calling_their_module_are_named_as_s
 
 
 def test_of_several_rules_the_first_match_wins():
-    rules = {
-        "model.layers.0.*.q_proj": None,
-        "*.q_proj": {"pattern": "1:4"},
-        "model.layers.1.*": {"pattern": "50%"},
-        "*": {},
-    }
+    rules = {"model.layers.0.*.q_proj": None, "*.q_proj": {"pattern": "1:4"}}
+    rules |= {"model.layers.1.*": {"pattern": "50%"}, "*": {}}
     plan = make_plan(untied(), "magnitude", rules=rules)
-    patterns = {item.name: str(item.pattern) for item in plan.layers}
     assert reasons(plan)[ALL[0]] == "left dense by rule 'model.layers.0.*.q_proj'"
-    assert patterns[ALL[7]] == "1:4"
-    assert patterns[ALL[8]] == "50% per matrix"
-    assert patterns[ALL[1]] == "2:4"
+    expected = dict.fromkeys(ALL[1:7], "2:4") | {ALL[7]: "1:4"} | dict.fromkeys(ALL[8:], "50% per matrix")
+    assert {item.name: str(item.pattern) for item in plan.layers} == expected
     turned = make_plan(untied(), "magnitude", rules=dict(reversed(rules.items())))
     assert {str(item.pattern) for item in turned.layers} == {"2:4"}
 
 
 def test_a_rule_gives_a_layer_its_own_method_and_options():
-    rules = {
-        "*.q_proj": {"method": "wanda", "pattern": "50%"},
-        "*.k_proj": {"method": "ria", "alpha": 1.0},
-        "*.v_proj": {"damping": 0.2},
-        "*.o_proj": {"method": "sparsegpt"},
-    }
+    rules = {"*.q_proj": {"method": "wanda", "pattern": "50%"}, "*.k_proj": {"method": "ria", "alpha": 1.0}}
+    rules |= {"*.v_proj": {"damping": 0.2}, "*.o_proj": {"method": "sparsegpt"}}
     plan = make_plan(untied(), "sparsegpt", damping=0.05, rules=rules)
-    found = {item.name.rpartition(".")[2]: item for item in plan.layers}
-    assert (found["q_proj"].method.name, found["q_proj"].pattern) == ("wanda", Unstructured(0.5, "row"))
-    assert found["q_proj"].options == {}
-    assert (found["k_proj"].method.name, found["k_proj"].options) == ("ria", {"alpha": 1.0})
-    assert found["v_proj"].options == {"damping": 0.2, "block_size": 128}
-    assert found["o_proj"].options == {"damping": 0.05, "block_size": 128}
-    assert found["up_proj"].options == {"damping": 0.05, "block_size": 128}
-    assert found["up_proj"].pattern == NM(2, 4)
+    found = {item.name.rpartition(".")[2]: (item.method.name, item.pattern, item.options) for item in plan.layers}
+    assert found["q_proj"] == ("wanda", Unstructured(0.5, "row"), {})
+    assert found["k_proj"] == ("ria", NM(2, 4), {"alpha": 1.0})
+    assert found["v_proj"] == ("sparsegpt", NM(2, 4), {"damping": 0.2, "block_size": 128})
+    assert found["o_proj"] == found["up_proj"] == ("sparsegpt", NM(2, 4), {"damping": 0.05, "block_size": 128})
 
 
 @pytest.mark.parametrize(("method", "scope"), [("magnitude", "matrix"), ("wanda", "row"), ("sparsegpt", "matrix")])
@@ -307,13 +283,10 @@ def test_an_open_scope_is_the_method_s_own(method, scope):
 # errors ---------------------------------------------------------------------------------------------------------------
 
 
-def with_codes(dtype: torch.dtype) -> Callable[[], nn.Module]:
-    def build() -> nn.Module:
-        model = two()
-        model[1].weight = nn.Parameter(torch.zeros(8, 8).to(dtype), requires_grad=False)
-        return model
-
-    return build
+def with_codes(dtype: torch.dtype) -> nn.Module:
+    model = two()
+    model[1].weight = nn.Parameter(torch.zeros(8, 8).to(dtype), requires_grad=False)
+    return model
 
 
 def ibert() -> nn.Module:
@@ -336,9 +309,7 @@ NO_FIT = "layer '0', which you name: 10 input channels are not a multiple of 4, 
 NOTHING_FITS = "nothing to prune in this Sequential: 10 input channels are not .*; 6 input"
 ODD_SHAPE = {"include": ["0"], "pattern": "1:2", "hardware_only": True}
 IN_RULE = r"rule '\*.q_proj' with method '{}': option '{}' is not known{}; allowed are {}"
-UNKNOWN = IN_RULE.format(
-    "sparsegpt", "dampening", r", did you mean 'damping'\?", "block_size, choices, damping, method, pa"
-)
+UNKNOWN = IN_RULE.format("sparsegpt", "dampening", r", did you mean 'damping'\?", "block_size, choices, damping, me")
 OF_OTHERS = IN_RULE.format("wanda", "damping", "", "choices, method")
 CODES = "layer '1' holds codes, quantized: load the model dequantized"
 # (model, method, options, words of the error)
@@ -369,7 +340,7 @@ REFUSED: list[tuple[Callable[[], Any], Any, dict[str, Any], str]] = [
     (untied, "sparsegpt", {"rules": {"*.q_proj": {"method": "wanda", "damping": 0.1}}}, OF_OTHERS),
     (untied, "sparsegpt", {"rules": {"*q_proj": {"method": "wandas"}}}, "method 'wandas' .*, did you mean 'wanda'"),
     (untied, "sparsegpt", {"rules": {"*.q_proj": {"pattern": "2/4"}}}, "pattern '2/4' is not known"),
-    *((with_codes(dtype), "magnitude", {}, CODES) for dtype in (torch.int8, torch.uint8, torch.float8_e4m3fn)),
+    *((partial(with_codes, dtype), "magnitude", {}, CODES) for dtype in (torch.int8, torch.uint8, torch.float8_e4m3fn)),
     (with_complex, "magnitude", {"include": "0"}, r"'0' matches no prunable layer .* complex weights"),
 ]
 
@@ -382,7 +353,7 @@ def test_what_cannot_be_planned_says_what_is_wrong_and_what_is_allowed(build, me
 
 
 def test_codes_may_be_left_out():
-    assert names(make_plan(with_codes(torch.int8)(), "magnitude", exclude="1")) == ["0"]
+    assert names(make_plan(with_codes(torch.int8), "magnitude", exclude="1")) == ["0"]
 
 
 # a plan is only a plan ------------------------------------------------------------------------------------------------
@@ -396,18 +367,13 @@ def test_a_model_on_meta_is_planned_like_a_real_one():
 
 
 def test_planning_changes_nothing_in_the_model():
-    model = tiny_llama().train()
+    model, loader = tiny_llama().train(), iter([torch.zeros(1, 4, dtype=torch.long)])
     model.model.layers[0].eval()
     before, config = Snapshot(model), model.config.to_dict()
-    make_plan(model, "sparsegpt", data_loader=iter([]), rules={"*.q_proj": None})
+    make_plan(model, "sparsegpt", data_loader=loader, rules={"*.q_proj": None})
     assert Snapshot(model).look == before.look
     assert model.config.to_dict() == config
-
-
-def test_planning_takes_no_batch_from_the_loader():
-    loader = iter([torch.zeros(1, 4, dtype=torch.long)])
-    make_plan(tiny_llama(), "sparsegpt", data_loader=loader)
-    assert len(list(loader)) == 1
+    assert len(list(loader)) == 1, "no batch is taken"
 
 
 def test_sparsify_does_what_the_plan_says():
@@ -435,9 +401,8 @@ def test_a_method_of_the_user_stands_in_the_plan_with_its_options():
             raise AssertionError("a plan solves nothing")
 
     plan = make_plan(tiny_llama(), First(), pattern="50%", strength=3)
-    assert {(item.method.name, item.pattern, item.options["strength"]) for item in plan.layers} == {
-        ("first", Unstructured(0.5, "row"), 3)
-    }
+    planned = {(item.method.name, item.pattern, item.options["strength"]) for item in plan.layers}
+    assert planned == {("first", Unstructured(0.5, "row"), 3)}
     with pytest.raises(ValueError, match="strength must not be negative"):
         make_plan(tiny_llama(), First(), strength=-1)
 
@@ -445,17 +410,11 @@ def test_a_method_of_the_user_stands_in_the_plan_with_its_options():
 def test_every_registered_method_can_be_planned_for_an_encoder_decoder():
     config = hf.T5Config(num_layers=1, num_decoder_layers=1, d_model=16, d_ff=16, d_kv=8, num_heads=2, vocab_size=20)
     with torch.device("meta"):
-        model = T5(config)
-    attention = [f"SelfAttention.{letter}" for letter in "qkvo"]
-    cross_attention = [f"EncDecAttention.{letter}" for letter in "qkvo"]
-    mlp = ["DenseReluDense.wi", "DenseReluDense.wo"]
-    stacks = {"encoder": [attention, mlp], "decoder": [attention, cross_attention, mlp]}
-    expected = [
-        f"{stack}.block.0.layer.{i}.{linear}"
-        for stack, parts in stacks.items()
-        for i, linears in enumerate(parts)
-        for linear in linears
-    ]
+        model = hf.T5ForConditionalGeneration(config)
+    parts = {"encoder.block.0.layer": ["Self", "Dense"], "decoder.block.0.layer": ["Self", "EncDec", "Dense"]}
+    kinds = {f"{kind}": [f"{kind}Attention.{letter}" for letter in "qkvo"] for kind in ("Self", "EncDec")}
+    kinds["Dense"] = ["DenseReluDense.wi", "DenseReluDense.wo"]
+    expected = [f"{path}.{i}.{name}" for path in parts for i, kind in enumerate(parts[path]) for name in kinds[kind]]
     for method in METHODS:
         assert names(make_plan(model, method)) == expected
 
@@ -501,40 +460,30 @@ def test_adapters_are_not_touched_by_a_run_and_may_be_named_in_full():
 # weights that are computed from other parameters, and weights that are shared -----------------------------------------
 
 
-COMPUTED = {
-    "pruned": (
-        lambda layer: prune.l1_unstructured(layer, "weight", 0.5),
-        lambda layer: prune.remove(layer, "weight"),
-        "prune.remove",
-    ),
-    "weight_norm": (nn.utils.weight_norm, nn.utils.remove_weight_norm, "remove_weight_norm"),
-    "spectral_norm": (nn.utils.spectral_norm, nn.utils.remove_spectral_norm, "remove_spectral_norm"),
-    **{
-        f"parametrized {wrap.__name__}": (
-            wrap,
-            lambda layer: parametrize.remove_parametrizations(layer, "weight"),
-            "parametrize.remove_parametrizations",
-        )
-        for wrap in (nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.spectral_norm)
-    },
-}
+COMPUTED = [  # (what wraps a layer, what unwraps its weight)
+    (prune.identity, "prune.remove"),
+    (nn.utils.weight_norm, "remove_weight_norm"),
+    (nn.utils.spectral_norm, "remove_spectral_norm"),
+    (nn.utils.parametrizations.weight_norm, "parametrize.remove_parametrizations"),
+    (nn.utils.parametrizations.spectral_norm, "parametrize.remove_parametrizations"),
+]
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
-@pytest.mark.parametrize("kind", COMPUTED)
-def test_a_weight_that_is_computed_says_what_to_call_first(kind):
+@pytest.mark.parametrize(("wrap", "function"), COMPUTED)
+def test_a_weight_that_is_computed_says_what_to_call_first(wrap, function):
     """And what it says to call is what helps."""
-    (wrap, unwrap, function), model = COMPUTED[kind], two()
-    wrap(model[1])
+    model = two()
+    wrap(model[1], "weight")
     plan = make_plan(model, "magnitude")
     assert names(plan) == ["0"]
     assert set(reasons(plan).values()) == {f"a weight is computed from it: call torch.nn.utils.{function} first"}
-    unwrap(model[1])
+    attrgetter(function)(nn.utils)(model[1], "weight")
     assert names(make_plan(model, "magnitude")) == ["0", "1"]
 
 
 def test_tied_layers_say_who_shares_them():
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+    model = linears(*[(8, 8)] * 4)
     model[1].weight = model[3].weight = model[0].weight
     plan = make_plan(model, "magnitude")
     assert names(plan) == ["0", "2"]
@@ -561,19 +510,15 @@ def test_the_report_holds_what_the_plan_skips(tmp_path):
 # what is no model, and weights that no method takes -------------------------------------------------------------------
 
 
-CALLS = {
-    "make_plan": lambda model, folder: make_plan(model, "magnitude"),
-    "sparsify": lambda model, folder: mts.sparsify(model, "magnitude"),
-    "export": lambda model, folder: mts.export(model),
-    "save": lambda model, folder: mts.save(model, folder),
-    "restore": lambda model, folder: mts.restore(model, folder),
-    "verify": lambda model, folder: mts.verify(model, "2:4"),
-}
+CALLS = [(make_plan, "magnitude"), (mts.sparsify, "magnitude"), (mts.export,), (mts.verify, "2:4")]
+CALLS += [(mts.save, Path("out")), (mts.restore, Path("out"))]
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 @pytest.mark.parametrize("call", CALLS)
-def test_what_is_no_model_is_said_to_be_none(call, tmp_path):
+def test_what_is_no_model_is_said_to_be_none(call, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    function, *arguments = call
     inner = nn.Sequential(nn.Linear(8, 8))
     wrong = [
         ("gpt2", TypeError, "the model is a str: give an nn.Module, such as from_pretrained"),
@@ -583,10 +528,10 @@ def test_what_is_no_model_is_said_to_be_none(call, tmp_path):
         (nn.Sequential(torch.jit.trace(inner, torch.ones(1, 8))), ValueError, "module '0' is a ScriptModule"),
         (nn.Sequential(nn.LazyLinear(8)), ValueError, "module '0' is a LazyLinear without shapes yet"),
     ]
-    for model, error, match in wrong[3:] if call == "verify" else wrong:  # verify takes names of folders
+    for model, error, match in wrong[3:] if function is mts.verify else wrong:  # verify takes names of folders
         with pytest.raises(error, match=match):
-            CALLS[call](model, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+            function(model, *arguments)
+    assert not Path("out").exists()
 
 
 def test_modelopts_signature():

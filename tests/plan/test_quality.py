@@ -12,15 +12,8 @@ from modelopt_sparse.methods import METHODS
 from modelopt_sparse.methods.patterns import NM, parse_pattern
 from modelopt_sparse.plan.options import QUALITIES, Distill, Reconstruct
 from modelopt_sparse.plan.planner import resolve
-from tests.helpers import (
-    assert_bits,
-    assert_same_masks,
-    assert_same_state,
-    refused,
-    state_of,
-    tiny_llama,
-    token_batches,
-)
+from tests import helpers
+from tests.helpers import assert_same_masks, assert_same_state, refused, state_of, tiny_llama, token_batches
 
 OFF = {"self_data": 0, "permute": False, "update": True, "polish": 0, "reconstruct": None, "distill": None}
 PATTERNS = ["2:4", "50%"]
@@ -86,15 +79,15 @@ def test_what_is_said_wins_over_quality(quality):
     assert settings(config=replace(CONFIG(quality="fast"), seed=3))[1]["polish"] == 3
 
 
-@pytest.mark.parametrize(
-    ("quality", "pattern", "recipes"),
-    [
-        ("fast", "2:4", {"sparsegpt+polish"}),
-        ("balanced", "2:4", {"alps+reconstruct", "permute+alps+reconstruct"}),
-        ("balanced", "50%", {"alps+reconstruct"}),
-        ("max", "2:4", {"alps+reconstruct+distill", "permute+alps+reconstruct+distill"}),
-    ],
-)
+RECIPES = [
+    ("fast", "2:4", {"sparsegpt+polish"}),
+    ("balanced", "2:4", {"alps+reconstruct", "permute+alps+reconstruct"}),
+    ("balanced", "50%", {"alps+reconstruct"}),
+    ("max", "2:4", {"alps+reconstruct+distill", "permute+alps+reconstruct+distill"}),
+]
+
+
+@pytest.mark.parametrize(("quality", "pattern", "recipes"), RECIPES)
 def test_the_report_names_the_whole_recipe(quality, pattern, recipes):
     model = tiny_llama(num_hidden_layers=1)
     report = mts.report(mts.sparsify(model, data_loader=token_batches(4), quality=quality, pattern=pattern))
@@ -102,15 +95,15 @@ def test_the_report_names_the_whole_recipe(quality, pattern, recipes):
     assert report.settings["quality"] == quality
 
 
-@pytest.mark.parametrize(
-    ("method", "options", "words"),
-    [
-        ("magnitude", {"quality": "best"}, "quality='best' is for methods that learn from calibration data"),
-        (None, {"quality": "bets"}, "quality='bets'.*did you mean 'best'"),
-        (None, {"quality": 3}, "quality=3.*allowed are 'fast'"),
-        (None, {"quality": "best", "update": False}, "update=False keeps the dense values.*set by quality='best'"),
-    ],
-)
+REFUSED = [
+    ("magnitude", {"quality": "best"}, "quality='best' is for methods that learn from calibration data"),
+    (None, {"quality": "bets"}, "quality='bets'.*did you mean 'best'"),
+    (None, {"quality": 3}, "quality=3.*allowed are 'fast'"),
+    (None, {"quality": "best", "update": False}, "update=False keeps the dense values.*set by quality='best'"),
+]
+
+
+@pytest.mark.parametrize(("method", "options", "words"), REFUSED)
 def test_qualities_that_are_refused(method, options, words):
     with pytest.raises(ValueError, match=words):
         mts.make_plan(tiny_llama(), method, **options)
@@ -125,7 +118,7 @@ def test_update_false_keeps_the_mask_and_the_dense_values():
     masks_only = sparsified("sparsegpt", sequential="none", update=False)
     assert_same_masks(masks_only, compensated)
     for name, mask in mts.named_masks(masks_only):
-        assert_bits(masks_only.get_parameter(name).detach(), dense.get_parameter(name).detach() * mask + 0.0)
+        helpers.assert_bits(masks_only.get_parameter(name).detach(), dense.get_parameter(name).detach() * mask + 0.0)
     assert {layer.recipe for layer in mts.report(masks_only).layers} == {"sparsegpt+dense-values"}
     assert {layer.recipe for layer in mts.report(sparsified("wanda", update=False)).layers} == {"wanda"}
 
@@ -188,22 +181,22 @@ OTHERS = "masks= says which weights stay, and {} would choose others"
 PLACES = "breaks pattern 2:4 in .* places: give its own, or 0.5 for any"
 
 
-@pytest.mark.parametrize(
-    ("change", "options", "message"),
-    [
-        (lambda m, n: {**m, n: m[n].float()}, {}, r"masks\['.*'\] must be a torch.bool tensor"),
-        (lambda m, n: {**m, n: None}, {}, "must be a torch.bool tensor"),
-        (lambda m, n: {**m, n: m[n][:4]}, {}, "has shape .*: it must be \\["),
-        (lambda m, n: {**m, n: ~m[n] | m[n]}, {}, PLACES),
-        (lambda m, n: {f"{n}s": m[n]}, {}, "belongs to no prunable parameter.*did you mean"),
-        (lambda m, n: {}, {}, "give a mapping of parameter names to masks"),
-        (lambda m, n: list(m), {}, "masks is a list: give a mapping"),
-        (as_they_are, {"method": "wanda"}, "masks= takes the place of a method"),
-        (as_they_are, {"permute": True}, OTHERS.format("permute")),
-        (as_they_are, {"budget": "35% zeros"}, OTHERS.format("budget")),
-        (as_they_are, {"pattern": NM(2, 5)}, "not a multiple of 5"),
-    ],
-)
+MISFITS = [
+    (lambda m, n: {**m, n: m[n].float()}, {}, r"masks\['.*'\] must be a torch.bool tensor"),
+    (lambda m, n: {**m, n: None}, {}, "must be a torch.bool tensor"),
+    (lambda m, n: {**m, n: m[n][:4]}, {}, "has shape .*: it must be \\["),
+    (lambda m, n: {**m, n: ~m[n] | m[n]}, {}, PLACES),
+    (lambda m, n: {f"{n}s": m[n]}, {}, "belongs to no prunable parameter.*did you mean"),
+    (lambda m, n: {}, {}, "give a mapping of parameter names to masks"),
+    (lambda m, n: list(m), {}, "masks is a list: give a mapping"),
+    (as_they_are, {"method": "wanda"}, "masks= takes the place of a method"),
+    (as_they_are, {"permute": True}, OTHERS.format("permute")),
+    (as_they_are, {"budget": "35% zeros"}, OTHERS.format("budget")),
+    (as_they_are, {"pattern": NM(2, 5)}, "not a multiple of 5"),
+]
+
+
+@pytest.mark.parametrize(("change", "options", "message"), MISFITS)
 def test_masks_that_do_not_fit(change, options, message):
     masks = some_masks()
     masks = change(masks, next(iter(masks)))

@@ -36,23 +36,10 @@ def tables(page: Path) -> dict[str, dict[str, list[Any]]]:
 def layer(name: str, errors: tuple[float, ...] = (), **changes: Any) -> LayerReport:
     """A row of a report, with an error for each of the steps sparsegpt and polish that it names."""
     steps = [StepReport(step, error, 0.5) for step, error in zip(("sparsegpt", "polish"), errors)]
-    values: dict[str, Any] = {
-        "name": name,
-        "parameter": f"{name}.weight",
-        "type": "Linear",
-        "shape": [4, 8],
-        "recipe": "+".join(step.step for step in steps) or "magnitude",
-        "pattern": "2:4",
-        "options": {},
-        "zeros": 16,
-        "size": 32,
-        "error": errors[-1] if errors else None,
-        "error_from": "gram",
-        "tokens": 64,
-        "seconds": 0.5 * len(steps),
-        "notes": [],
-        "steps": steps,
-    }
+    values: dict[str, Any] = {"name": name, "parameter": f"{name}.weight", "type": "Linear", "shape": [4, 8]}
+    values |= {"recipe": "+".join(step.step for step in steps) or "magnitude", "pattern": "2:4", "options": {}}
+    values |= {"zeros": 16, "size": 32, "error": errors[-1] if errors else None, "error_from": "gram", "tokens": 64}
+    values |= {"seconds": 0.5 * len(steps), "notes": [], "steps": steps}
     return LayerReport(**{**values, **changes})
 
 

@@ -78,14 +78,14 @@ def test_every_plot_is_drawn_and_nothing_is_wider_than_the_screen(browser, page,
     assert browser.run("return performance.getEntriesByType('resource').map((entry) => entry.name)") == []
 
 
-@pytest.mark.parametrize(
-    ("least", "ticks"),
-    [
-        (1e-7, [0.01, 0.1, 1]),
-        (0.001, [0.01, 0.02, 0.05, 0.1, 0.2, 0.5]),
-        (0.3, [0.3, 0.32, 0.34, 0.36, 0.38, 0.4, 0.42, 0.44, 0.46, 0.48, 0.5]),
-    ],
-)
+TICKS = [
+    (1e-7, [0.01, 0.1, 1]),
+    (0.001, [0.01, 0.02, 0.05, 0.1, 0.2, 0.5]),
+    (0.3, [0.3, 0.32, 0.34, 0.36, 0.38, 0.4, 0.42, 0.44, 0.46, 0.48, 0.5]),
+]
+
+
+@pytest.mark.parametrize(("least", "ticks"), TICKS)
 def test_the_fewer_decades_a_logarithmic_scale_has_the_more_ticks(browser, tmp_path, least, ticks):
     """Each is written in full: plotly's own, between powers of ten, are single digits."""
     rows = [layer("a.0.fc", (least,)), layer("a.1.fc", (0.5,))]

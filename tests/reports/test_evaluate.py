@@ -2,6 +2,7 @@
 
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -29,6 +30,21 @@ def other_llama() -> LlamaForCausalLM:
     return model
 
 
+class Fixed(nn.Module):
+    """The same logits for every token."""
+
+    def __init__(self, logits: list[float]) -> None:
+        super().__init__()
+        self.logits = nn.Parameter(torch.tensor(logits))
+
+    def forward(self, input_ids):
+        return SimpleNamespace(logits=self.logits.expand(*input_ids.shape, -1))
+
+
+def evaluated(model: nn.Module, tokens: Tensor, reference: nn.Module | None = None, **options) -> mts.Evaluation:
+    return mts.evaluate(model, tokens, reference=reference, **{"seq_len": 9, "progress": False, **options})
+
+
 @torch.no_grad()
 def naive(model: nn.Module, reference: nn.Module, tokens: Tensor, seq_len: int) -> tuple[float, float, float]:
     """(perplexity, the reference's, KL(reference || model)), one window and one prediction at a time, in float64."""
@@ -53,7 +69,7 @@ def test_agrees_with_a_naive_loop(seq_len, windows):
     model, reference, tokens = other_llama(), tiny_llama(), text()
     perplexity, reference_perplexity, kl = naive(model, reference, tokens, seq_len)
     for size in (1, 2, 8):
-        found = mts.evaluate(model, tokens, seq_len=seq_len, reference=reference, batch_size=size, progress=False)
+        found = evaluated(model, tokens, reference, seq_len=seq_len, batch_size=size)
         assert (found.windows, found.seq_len) == (windows, seq_len)
         assert found.perplexity == pytest.approx(perplexity, rel=1e-4)
         assert found.reference_perplexity == pytest.approx(reference_perplexity, rel=1e-4)
@@ -61,30 +77,11 @@ def test_agrees_with_a_naive_loop(seq_len, windows):
         assert abs(found.perplexity / reference_perplexity - 1) > 0.01  # the two are told apart
 
 
-def test_divergence_of_a_model_from_itself_is_zero_and_leaves_no_gradients():
-    model = tiny_llama()
-    found = mts.evaluate(model, text(), seq_len=9, reference=model, progress=False)
-    assert found.kl == 0.0
-    assert found.perplexity == found.reference_perplexity
-    assert all(parameter.grad is None for parameter in model.parameters())
-
-
 def test_divergence_goes_from_the_reference_to_the_model():
     """KL is not symmetric: a reference that is sure and a model that is not, by hand."""
-
-    class Fixed(nn.Module):
-        def __init__(self, logits: list[float]) -> None:
-            super().__init__()
-            self.logits = nn.Parameter(torch.tensor(logits))
-
-        def forward(self, input_ids):
-            logits = self.logits.expand(*input_ids.shape, -1)
-            return type("Output", (), {"logits": logits})()
-
     sure, unsure = Fixed([math.log(0.9), math.log(0.1)]), Fixed([0.0, 0.0])
     expected = 0.9 * math.log(0.9 / 0.5) + 0.1 * math.log(0.1 / 0.5)
-    tokens = torch.tensor([0, 1, 1, 0])
-    found = mts.evaluate(unsure, tokens, seq_len=2, reference=sure, progress=False)
+    found = evaluated(unsure, torch.tensor([0, 1, 1, 0]), sure, seq_len=2)
     assert found.kl == pytest.approx(expected, rel=1e-6)
     assert found.perplexity == pytest.approx(2, rel=1e-6)
     assert found.reference_perplexity == pytest.approx(math.sqrt(1 / 0.9 / 0.1), rel=1e-6)  # predicts 1, then 0
@@ -92,7 +89,7 @@ def test_divergence_goes_from_the_reference_to_the_model():
 
 def test_half_precision_logits_are_compared_in_float32():
     model = tiny_llama().bfloat16()
-    found = mts.evaluate(model, text(), seq_len=9, reference=tiny_llama(), progress=False)
+    found = evaluated(model, text(), tiny_llama())
     assert found.perplexity == pytest.approx(naive(model, tiny_llama(), text(), 9)[0], rel=1e-4)
     assert 0 < found.kl < 0.1
 
@@ -102,40 +99,36 @@ def test_modes_are_restored_and_dropout_is_off():
     for model in models:
         model.model.layers[1].eval()
     before = [[module.training for module in model.modules()] for model in models]
-    first, second = (mts.evaluate(models[0], text(), seq_len=9, reference=models[1], progress=False) for _ in range(2))
+    first, second = (evaluated(models[0], text(), models[1]) for _ in range(2))
     assert first == second
     assert first.kl == 0.0
+    assert first.perplexity == first.reference_perplexity
+    assert all(parameter.grad is None for model in models for parameter in model.parameters())
     assert [[module.training for module in model.modules()] for model in models] == before
     models[1].forward = None
     with pytest.raises(ValueError, match="TypeError: 'NoneType' object is not callable"):
-        mts.evaluate(models[0], text(), seq_len=9, reference=models[1], progress=False)
+        evaluated(models[0], text(), models[1])
     assert [[module.training for module in model.modules()] for model in models] == before
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"tokens": text(8)}, "the text has 8 tokens, less than one window of 9: give more text"),
-        ({"tokens": text(0)}, "the text has 0 tokens"),
-        ({"tokens": text().view(1, -1)}, r"tokens are torch.int64 \[1, 45\]: give one row of token ids"),
-        ({"seq_len": 1}, "seq_len=1, batch_size=None: at least 2 tokens predict one"),
-        ({"seq_len": 65, "tokens": torch.ones(70, dtype=torch.long)}, "takes at most 64 tokens"),
-        ({"batch_size": 0}, "batch_size=0: at least"),
-        ({"tokens": -text()}, r"the text holds token id -9\d, the model has 97 tokens"),
-        *(
-            ({"tokens": text().to(kind)}, f"tokens are {kind} .*: give one row of token ids, whole numbers")
-            for kind in (torch.float32, torch.bool)
-        ),
-        (
-            {"reference": tiny_llama(vocab_size=101)},
-            r"the output of the reference is \[5, 8, 101\], and the other's is \[5, 8, 97\]",
-        ),
-    ],
-)
+REFUSED = [
+    ({"tokens": text(8)}, "the text has 8 tokens, less than one window of 9: give more text"),
+    ({"tokens": text(0)}, "the text has 0 tokens"),
+    ({"tokens": text().view(1, -1)}, r"tokens are torch.int64 \[1, 45\]: give one row of token ids"),
+    ({"seq_len": 1}, "seq_len=1, batch_size=None: at least 2 tokens predict one"),
+    ({"seq_len": 65, "tokens": torch.ones(70, dtype=torch.long)}, "takes at most 64 tokens"),
+    ({"batch_size": 0}, "batch_size=0: at least"),
+    ({"tokens": -text()}, r"the text holds token id -9\d, the model has 97 tokens"),
+    ({"tokens": text().float()}, "tokens are torch.float32 .*: give one row of token ids, whole numbers"),
+    ({"tokens": text().bool()}, "tokens are torch.bool .*: give one row of token ids, whole numbers"),
+    ({"reference": tiny_llama(vocab_size=101)}, r"the reference is \[5, 8, 101\], and the other's is \[5, 8, 97\]"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), REFUSED)
 def test_arguments_that_cannot_be_evaluated(arguments, message):
-    tokens = arguments.pop("tokens", text())
     with pytest.raises(ValueError, match=message):
-        mts.evaluate(tiny_llama(), tokens, **{"seq_len": 9, "progress": False, **arguments})
+        evaluated(tiny_llama(), **{"tokens": text(), **arguments})
 
 
 @pytest.mark.parametrize("who", ["model", "reference"])
@@ -144,29 +137,21 @@ def test_logits_that_are_not_finite_are_an_error(who):
     with torch.no_grad():
         models[who].model.norm.weight[3] = float("nan")
     with pytest.raises(ValueError, match=f"the {who}'s output holds NaN or inf on these data"):
-        mts.evaluate(models["model"], text(), seq_len=9, reference=models["reference"], progress=False)
+        evaluated(models["model"], text(), models["reference"])
 
 
-@pytest.mark.parametrize(
-    ("offset", "perplexity", "kl"),
-    [
-        ([0.0, 0.0, -math.inf], 2.0, 0.0125),  # a padded vocabulary
-        ([0.0, -math.inf, -math.inf], math.inf, math.inf),  # the model rules out what comes next
-        ([0.0, -3000.0, 0.0], math.inf, 1000.0),  # a collapsed model
-    ],
-)
+INFINITE = [
+    ([0.0, 0.0, -math.inf], 2.0, 0.0125),  # a padded vocabulary
+    ([0.0, -math.inf, -math.inf], math.inf, math.inf),  # the model rules out what comes next
+    ([0.0, -3000.0, 0.0], math.inf, 1000.0),  # a collapsed model
+]
+
+
+@pytest.mark.parametrize(("offset", "perplexity", "kl"), INFINITE)
 def test_logits_of_minus_infinity_and_collapsed_models(offset, perplexity, kl):
     """Figures may be infinite, and are None in JSON."""
-
-    def model(values: list[float]) -> nn.Module:
-        class Fixed(nn.Module):
-            def forward(self, input_ids):
-                return type("Output", (), {"logits": torch.tensor(values).expand(*input_ids.shape, -1)})()
-
-        return Fixed()
-
-    dense = model([0.1583, 0.0, -math.inf])
-    found = mts.evaluate(model(offset), torch.tensor([0, 1] * 4), seq_len=4, reference=dense, progress=False)
+    dense = Fixed([0.1583, 0.0, -math.inf])
+    found = evaluated(Fixed(offset), torch.tensor([0, 1] * 4), dense, seq_len=4)
     assert found.perplexity == pytest.approx(perplexity, rel=1e-6)
     expected = sum(p * math.log(p / 0.5) for p in (torch.tensor([0.1583, 0.0]).softmax(-1).tolist()))
     assert found.kl == pytest.approx(expected if kl == 0.0125 else kl, abs=500 if kl == 1000 else 1e-6)
@@ -178,18 +163,15 @@ def test_logits_of_minus_infinity_and_collapsed_models(offset, perplexity, kl):
 
 
 def test_tokens_as_bytes():
-    tokens = text()
-    figures = [mts.evaluate(tiny_llama(), x, seq_len=9, progress=False) for x in (tokens, tokens.to(torch.uint8))]
-    assert figures[0] == figures[1]
+    assert evaluated(tiny_llama(), text()) == evaluated(tiny_llama(), text().to(torch.uint8))
 
 
 def test_what_is_printed_has_the_reference_beside_it():
     found = mts.Evaluation(12.3456, 7.0, 0.5, 3, 9)
     assert str(found) == "perplexity 12.346 (reference 7.000, KL from it 0.5000 nats per token), 3 windows of 9 tokens"
     alone = mts.Evaluation(12.3456, None, None, 1, 9)
-    assert str(alone) == (
-        "perplexity 12.346 (of the dense model: not known, give it as reference), 1 window of 9 tokens"
-    )
+    dense = "(of the dense model: not known, give it as reference)"
+    assert str(alone) == f"perplexity 12.346 {dense}, 1 window of 9 tokens"
     figures = {"perplexity": 12.3456, "reference_perplexity": 7.0, "kl": 0.5}
     assert found.as_dict() == {**figures, "windows": 3, "seq_len": 9}
 
@@ -235,14 +217,14 @@ def test_a_report_holds_them(tmp_path):
     assert rows[1].split() == ["part", "acc", "0.2500"]
 
 
-@pytest.mark.parametrize(
-    ("tokens", "error", "message"),
-    [
-        ([1, 2, 3], TypeError, "a calibration batch is a int"),
-        ("text", TypeError, "a calibration batch is a str"),
-        (torch.arange(40), ValueError, "perplexity is of causal language models"),
-    ],
-)
+NO_TOKENS = [
+    ([1, 2, 3], TypeError, "a calibration batch is a int"),
+    ("text", TypeError, "a calibration batch is a str"),
+    (torch.arange(40), ValueError, "perplexity is of causal language models"),
+]
+
+
+@pytest.mark.parametrize(("tokens", "error", "message"), NO_TOKENS)
 def test_what_is_no_language_model_or_no_tokens(tokens, error, message):
     size = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     model = BertForSequenceClassification(BertConfig(vocab_size=50, **size))

@@ -19,6 +19,7 @@ from tests.helpers import tiny_llama, token_batches
 from tests.reports.pages import figures, layer, tables, unpacked, visible
 
 plotly = pytest.importorskip("plotly", reason="the extra report (plotly) is not installed")
+graph_objects = pytest.importorskip("plotly.graph_objects")
 
 MEGABYTES = 1e6
 script = plotly.offline.get_plotlyjs
@@ -71,10 +72,12 @@ def test_tables_hold_every_row(llama, page):
 
 
 def test_every_plot_whose_data_is_there(page):
+    """Plotly raises for a property that it does not know."""
     drawn = figures(page)
     assert list(drawn) == ["errors", "steps", "reconstruction", "zeros", "seconds", "masks"]
-    for key in drawn:
+    for key, figure in drawn.items():
         assert f'id="figure-{key}"' in visible(page)
+        graph_objects.Figure(figure["traces"], figure["layout"])
     roles = {trace["name"] for trace in drawn["errors"]["traces"]}
     assert {"self_attn.q_proj", "mlp.up_proj"} <= roles
     assert list(drawn["errors"]["choices"]) == ["after polish", "after sparsegpt"]
@@ -95,14 +98,6 @@ def test_lines_are_the_report_s_numbers(llama, page):
     assert (axis["type"], axis["nticks"]) == ("log", 8)  # ticks at all digits of three powers of ten overlap
     spent = sum(sum(trace["y"]) for trace in drawn["seconds"]["traces"])
     assert spent == pytest.approx(sum(row.seconds for row in [*report.layers, *report.blocks]), rel=0.02)
-
-
-def test_plotly_takes_every_figure(page):
-    """It raises for a property that it does not know."""
-    from plotly.graph_objects import Figure
-
-    for figure in figures(page).values():
-        Figure(figure["traces"], figure["layout"])
 
 
 def test_a_plot_without_data_is_left_out(tmp_path):
@@ -185,17 +180,17 @@ def test_sparse_training(tmp_path):
     assert set(tables(path)["layers"]["recipe"]) == {"static"}
 
 
-@pytest.mark.parametrize(
-    ("name", "place"),
-    [
-        ("model.layers.3.mlp.up_proj", ("model.layers.3", "mlp.up_proj")),
-        ("encoder.block.0.layer.1.wi", ("encoder.block.0", "layer.*.wi")),
-        ("h.11.experts.7.w1", ("h.11", "experts.*.w1")),
-        ("0", ("0", "layer")),
-        ("classifier.fc1", ("classifier", "fc1")),
-        ("head", ("head", "head")),
-    ],
-)
+BLOCKS_AND_ROLES = [
+    ("model.layers.3.mlp.up_proj", ("model.layers.3", "mlp.up_proj")),
+    ("encoder.block.0.layer.1.wi", ("encoder.block.0", "layer.*.wi")),
+    ("h.11.experts.7.w1", ("h.11", "experts.*.w1")),
+    ("0", ("0", "layer")),
+    ("classifier.fc1", ("classifier", "fc1")),
+    ("head", ("head", "head")),
+]
+
+
+@pytest.mark.parametrize(("name", "place"), BLOCKS_AND_ROLES)
 def test_block_and_role(name, place):
     assert place_of(name) == place
 
@@ -203,11 +198,9 @@ def test_block_and_role(name, place):
 def test_many_kinds_of_layers_are_few_lines(tmp_path):
     rows = [layer(f"layers.0.kind{chr(97 + i)}", (0.1 + i / 100,)) for i in range(20)]
     drawn = figures(Report(layers=rows).to_html(tmp_path / "a.html"))
-    names = [trace["name"] for trace in drawn["errors"]["traces"]]
-    assert len(names) == 10
-    assert drawn["errors"]["traces"][names.index("others")]["y"] == [
-        pytest.approx(mean(0.1 + i / 100 for i in range(9, 20)))
-    ]
+    lines = {trace["name"]: trace["y"] for trace in drawn["errors"]["traces"]}
+    assert len(lines) == 10
+    assert lines["others"] == [pytest.approx(mean(0.1 + i / 100 for i in range(9, 20)))]
 
 
 def test_an_error_of_zero_is_a_gap_on_the_logarithmic_scale(tmp_path):
@@ -237,15 +230,12 @@ def test_two_runs_side_by_side(tmp_path):
     assert "<title>one and two</title>" in text
     drawn = figures(path)
     assert list(drawn) == ["errors", "pairs", "reconstruction", "zeros", "seconds"]
-    assert [(trace["name"], trace["y"]) for trace in drawn["errors"]["traces"]] == [
-        ("one", [0.1, 0.4]),
-        ("two", [0.3, 0.5]),
-    ]
+    lines = [(trace["name"], trace["y"]) for trace in drawn["errors"]["traces"]]
+    assert lines == [("one", [0.1, 0.4]), ("two", [0.3, 0.5])]
     assert [trace["y"] for trace in drawn["seconds"]["traces"]] == [[5.0, 0.5, 0.0], [0.5, 0.0, 0.5]]
     roles = [layer(f"a.0.{i}x", (0.01 * (i + 1),)) for i in range(12)]
-    (pairs,) = (
-        x for x in compared_figures([("one", Report(roles)), ("two", Report(roles[1:]))]) if x and x.key == "pairs"
-    )
+    compared = compared_figures([("one", Report(roles)), ("two", Report(roles[1:]))])
+    (pairs,) = (figure for figure in compared if figure and figure.key == "pairs")
     assert all(trace["x"] == trace["y"] for trace in pairs.traces), "of many roles too, each is compared with itself"
     same = first.to_html(tmp_path / "b.html", title="one", compare=second, compare_title="one")
     assert "error, A" in tables(same)["layers"]
@@ -254,19 +244,13 @@ def test_two_runs_side_by_side(tmp_path):
 # the file -------------------------------------------------------------------------------------------------------------
 
 
-def test_nothing_is_loaded_from_elsewhere(page):
+def test_nothing_is_loaded_from_elsewhere_and_the_file_is_small(page, large):
     text = visible(page)
     assert set(re.findall(r'(?:src|href)="([^"]*)"', text)) == {"data:,"}
     assert not re.search(r"https?:|@import|url\(", text)
     assert "default-src 'none'" in text
-
-
-def test_plotly_is_there_once(page):
     assert unpacked(page, "plotly") == script()
-    assert visible(page).count("packed-plotly") == 1
-
-
-def test_the_file_is_small(page, large):
+    assert text.count("packed-plotly") == 1
     assert page.stat().st_size < 3 * MEGABYTES
     assert large.stat().st_size < 6 * MEGABYTES
 
@@ -276,9 +260,8 @@ EVIL = '<script>alert("x")</script><img src=x onerror=alert(1)>&'
 
 def test_names_and_notes_are_no_html(tmp_path):
     rows = [layer(f"a.0.{EVIL}", (0.1,), notes=[EVIL], recipe=EVIL, type=EVIL), layer("a.1.x", (0.2,), pattern=EVIL)]
-    report = Report(
-        rows, [BlockReport(EVIL, 0.2, 0.1, 1, 1.0)], (Skipped(EVIL, EVIL, (2, 2), EVIL),), [EVIL], {EVIL: EVIL}
-    )
+    blocks, skipped = [BlockReport(EVIL, 0.2, 0.1, 1, 1.0)], (Skipped(EVIL, EVIL, (2, 2), EVIL),)
+    report = Report(rows, blocks, skipped, [EVIL], {EVIL: EVIL})
     curve = {"unit": "zeros", "points": [[50, 0.1, 0.2, None]]}
     report.settings["budget"] = {"asked": EVIL, "taken": EVIL, "tried": {EVIL: [0.1, 0.1]}, "curve": curve}
     report.earlier = [{"layers": [], "notes": [EVIL], "settings": {"a": EVIL}}]
@@ -348,9 +331,7 @@ def test_the_page_of_a_smaller_model_shows_what_went(tmp_path):
     assert list(found) == ["kl", "shrunk", "stay"]
     assert found["kl"]["traces"][0]["y"] == [0.5, 0.125]
     assert found["shrunk"]["traces"][0]["y"] == [0.25, 0.5]
-    assert (found["stay"]["traces"][0]["y"], found["stay"]["traces"][0]["z"]) == (
-        ["0", "1", "2"],
-        [[1.0, None], [None, 1.0], [0.5, 1.0]],
-    )
+    (stay,) = found["stay"]["traces"]
+    assert (stay["y"], stay["z"]) == (["0", "1", "2"], [[1.0, None], [None, 1.0], [0.5, 1.0]])
     report.shrunk = replace(report.shrunk, kl={"as is": 0.5}, scores={}, errors={})
     assert list(figures(report.to_html(tmp_path / "less.html"))) == ["kl"]

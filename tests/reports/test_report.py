@@ -5,32 +5,15 @@ import time
 
 import pytest
 import torch
-from torch import Tensor
 
 import modelopt_sparse as mts
 from modelopt_sparse import training
 from modelopt_sparse.reports.page import cost_of
 from tests.helpers import tiny_llama, token_batches
 from tests.oracles import reference
+from tests.oracles.brute_force import inputs_of
 
-RULES = {
-    "*o_proj": {"method": "wanda"},
-    "*.down_proj": {"method": "magnitude"},
-    "model.layers.1.*": {"method": "ria"},
-}
-
-
-def inputs_of(model: torch.nn.Module, names: list[str], batches: list[Tensor]) -> dict[str, Tensor]:
-    """All tokens [T, C] that these layers of the dense model see."""
-    seen: dict[str, list[Tensor]] = {name: [] for name in names}
-    for name in names:
-        model.get_submodule(name).register_forward_pre_hook(
-            lambda _, args, name=name: seen[name].append(args[0].flatten(0, -2))
-        )
-    with torch.no_grad():
-        for batch in batches:
-            model(batch)
-    return {name: torch.cat(parts) for name, parts in seen.items()}
+RULES = {"*o_proj": {"method": "wanda"}, "*.down_proj": {"method": "magnitude"}, "*.layers.1.*": {"method": "ria"}}
 
 
 @pytest.mark.parametrize("error_from", ["gram", "square_sums", "weights"])
@@ -55,7 +38,7 @@ def test_each_row_says_what_its_error_means(error_from):
     place = slice(head.index("error from"), head.index("seconds"))
     inputs = inputs_of(dense, [layer.name for layer in layers], batches)
     for layer in layers:
-        x = inputs[layer.name].double()
+        x = inputs[layer.name]
         if error_from == "square_sums":
             x = x.norm(dim=0).diag()
         elif error_from == "weights":

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from accelerate import cpu_offload
 from torch import nn
 from transformers import PreTrainedConfig
@@ -20,17 +19,12 @@ from modelopt_sparse.budget.costs import lowered
 from modelopt_sparse.calibration import dense as calibrated
 from modelopt_sparse.methods.patterns import parse_pattern
 from modelopt_sparse.run import calibrating
-from tests.helpers import (
-    assert_same_masks,
-    assert_same_state,
-    calibrated_run,
-    refused,
-    state_of,
-    tiny_llama,
-    token_batches,
-)
-from tests.models import expert_models
+from tests import helpers
+from tests.helpers import assert_same_masks, assert_same_state, refused, state_of, tiny_llama, token_batches
+from tests.models import expert_models as experts
 from tests.models.tiny import TwoOutputs
+from tests.oracles import reference
+from tests.oracles.brute_force import inputs_of
 from tests.reports.pages import figures
 from tests.runtime.unpacking import installed, packed_by
 
@@ -45,18 +39,15 @@ def size_of(plan: mts.Plan) -> int:
     return sum(layer.size for layer in plan.layers)
 
 
-def drawn_loss(model: nn.Module, ids: torch.Tensor, number: int) -> torch.Tensor:
-    """Of labels that are drawn once more as the code draws them."""
-    log_p = model(ids).logits.flatten(0, 1).log_softmax(-1)
-    places = torch.rand(len(log_p), generator=torch.Generator().manual_seed(number), dtype=torch.float64)
-    cumulative = log_p.detach().double().exp().cumsum(-1)
-    drawn = (cumulative <= (places * cumulative[:, -1])[:, None]).sum(-1)
-    return -log_p[torch.arange(len(log_p)), drawn].sum()
+def budgeted(model: nn.Module, method: str = "sparsegpt", **options: Any) -> tuple[mts.Report, dict[str, Any]]:
+    """Sparsify the model -> (its report, what that says of the budget)."""
+    report = mts.report(mts.sparsify(model, method, **{**DATA, **options}))
+    return report, report.settings["budget"]
 
 
 def table_of(model: nn.Module, method: str, **options: Any) -> tuple[Any, Any]:
     """(the table of losses, the run's data), by a run that ends there."""
-    _, data = calibrated_run(model, method, **options)
+    _, data = helpers.calibrated_run(model, method, **options)
     with calibrating(model):
         _, table = solving.tabled(data)
     return table, data
@@ -71,22 +62,16 @@ def test_losses_by_gradients_one_by_one():
     assert_same_state(model, before)
     layers = {layer.name: model.get_submodule(layer.name) for layer in table.plan.layers}
     squares = {name: torch.zeros(len(layer.weight), dtype=torch.float64) for name, layer in layers.items()}
-    inputs: dict[str, list[torch.Tensor]] = {name: [] for name in layers}
-    hooks = [
-        layer.register_forward_pre_hook(lambda _, args, name=name: inputs[name].append(args[0].detach().flatten(0, -2)))
-        for name, layer in layers.items()
-    ]
+    inputs = inputs_of(model, [*layers], batches)
     for number, ids in enumerate(batches):
-        loss = drawn_loss(model, ids, number)
+        loss = reference.drawn_loss(model(ids).logits, number)
         for name, gradient in zip(layers, torch.autograd.grad(loss, [layer.weight for layer in layers.values()])):
             squares[name] += gradient.double().square().sum(1)
-    for hook in hooks:
-        hook.remove()
     tokens = sum(ids.numel() for ids in batches)
     for pattern in ("2:4", "30% per row"):
         solved = mts.sparsify(tiny_llama(), "sparsegpt", pattern=pattern, sequential="none", data_loader=batches)
         for name, layer in layers.items():
-            x = torch.cat(inputs[name]).double()
+            x = inputs[name]
             error = (layer.weight - solved.get_submodule(name).weight).detach().double()
             relative = (x @ error.T).square().sum(0) / x.square().sum()
             expected = float((squares[name] * relative).sum()) / 2 / tokens
@@ -98,9 +83,7 @@ def test_losses_by_gradients_one_by_one():
 def test_zeros_are_met_to_a_weight(method):
     model = tiny_llama()
     size = size_of(mts.make_plan(model, "wanda"))
-    mts.sparsify(model, method, budget="43.21% zeros", **DATA)
-    report = mts.report(model)
-    said = report.settings["budget"]
+    report, said = budgeted(model, method, budget="43.21% zeros")
     assert sum(layer.zeros for layer in report.layers) == zeros_of(model) == -(-size * 4321 // 10_000)
     assert len({layer.pattern for layer in report.layers}) > 1
     assert said["asked"] == "43.21% zeros"
@@ -161,18 +144,14 @@ def test_ceilings_are_kept(name):
     """And one more layer 2:4 would be one too many; the plain plan is that of the last layers dense."""
     budget, more = CEILINGS[name]
     model = tiny_llama(hidden_size=64, intermediate_size=96, num_attention_heads=4)
-    mts.sparsify(model, "sparsegpt", budget=budget, choices=["dense", "2:4"], **more, **DATA)
-    report = mts.report(model)
-    said = report.settings["budget"]
+    sizes = {layer.name: layer.size for layer in mts.make_plan(model, "sparsegpt").layers}
+    report, said = budgeted(model, budget=budget, choices=["dense", "2:4"], **more)
     assert all(ceiling - cost >= 0 for cost, ceiling in said["costs"].values())
     assert 0 < len(report.layers) < 14
     assert set(said["tried"]) == {"the choice by losses", "the last layers dense"}
     if name == "flops":
-        plan = mts.make_plan(tiny_llama(hidden_size=64, intermediate_size=96, num_attention_heads=4), "sparsegpt")
-        stay = sum(layer.size for layer in plan.layers) - zeros_of(model)
-        assert said["costs"]["flops"][0] == 2 * stay
+        assert said["costs"]["flops"][0] == 2 * (sum(sizes.values()) - zeros_of(model))
     if name == "bytes":  # in 16 bits, as runtimes take them: half of the values, and two bits for each of them
-        sizes = {layer.name: layer.size for layer in mts.make_plan(model, "sparsegpt", replace=True).layers}
         sparse = {layer.name for layer in report.layers}
         expected = sum(size * 9 // 8 if name in sparse else size * 2 for name, size in sizes.items())
         assert said["costs"]["bytes"][0] == expected
@@ -180,18 +159,15 @@ def test_ceilings_are_kept(name):
 
 def test_bytes_are_those_that_the_runtime_packs(monkeypatch):
     """Of a mixture whose experts are in one tensor, which it does not take."""
-    model = expert_models.causal("Mixtral", hidden_size=64, intermediate_size=64, **expert_models.LOCAL)().bfloat16()
-    batches = token_batches(4, vocab=expert_models.VOCAB)
-    options = {"choices": ["dense", "2:4"], "runtime": "cutlass", "data_loader": batches, "progress": False}
+    model = experts.causal("Mixtral", hidden_size=64, intermediate_size=64, **experts.LOCAL)().bfloat16()
+    options = {"choices": ["dense", "2:4"], "runtime": "cutlass", "data_loader": token_batches(4, vocab=experts.VOCAB)}
     with pytest.raises(ValueError, match=r"the choices leave at least 91.\d% of bytes"):
-        mts.sparsify(model, "sparsegpt", budget="60% bytes", **options)
-    mts.sparsify(model, "sparsegpt", budget="96% bytes", **options)
-    said = mts.report(model).settings["budget"]
+        budgeted(model, budget="60% bytes", **options)
+    _, said = budgeted(model, budget="96% bytes", **options)
     packed_by(installed(monkeypatch), mts.export(model))
     layers = [layer for layer in mts.semi_structured_report(model).layers if layer.name in said["layers"]]
-    assert (
-        said["costs"]["bytes"][0] == sum(layer.bytes for layer in layers) < sum(layer.dense_bytes for layer in layers)
-    )
+    packed, dense = (sum(getattr(layer, what) for layer in layers) for what in ("bytes", "dense_bytes"))
+    assert said["costs"]["bytes"][0] == packed < dense
 
 
 def test_a_plan_that_turns_out_worse_is_not_taken(tmp_path):
@@ -204,41 +180,39 @@ def test_a_plan_that_turns_out_worse_is_not_taken(tmp_path):
     for place, losses in enumerate(value["losses"].values()):
         losses.update({choice: 1e-3 * (place % 2) * float(choice.split("%")[0]) for choice in losses if "%" in choice})
     file.write_text(json.dumps(value))
-    mts.sparsify(model, "sparsegpt", options)
-    said = mts.report(model).settings["budget"]
+    report, said = budgeted(model, **options)
     assert said["taken"] == "50% in every layer"
-    assert {layer.pattern for layer in mts.report(model).layers} == {"50% per matrix"}
+    assert {layer.pattern for layer in report.layers} == {"50% per matrix"}
     assert json.loads(file.read_text()) == value
     with pytest.raises(ValueError, match=r"has no losses of layer 'model.layers.0.self_attn.q_proj' \[32, 32\] at 2:4"):
-        mts.sparsify(tiny_llama(), "sparsegpt", {**options, "choices": ["dense", "2:4"]})
+        budgeted(tiny_llama(), **{**options, "choices": ["dense", "2:4"]})
     with pytest.raises(ValueError, match=r"this run is with {'divergence': 'squared'}: give a new path"):
-        mts.sparsify(tiny_llama(), "sparsegpt", {**options, "divergence": "squared"})
+        budgeted(tiny_llama(), **options, divergence="squared")
     file.write_text("{}")
     with pytest.raises(ValueError, match="is no file of losses"):
-        mts.sparsify(tiny_llama(), "sparsegpt", options)
+        budgeted(tiny_llama(), **options)
 
 
 def test_losses_that_are_there_are_not_measured_again(tmp_path, monkeypatch):
-    options = {**DATA, "losses": tmp_path / "losses.json"}
-    first = mts.sparsify(tiny_llama(), "sparsegpt", budget="35% zeros", **options)
+    first, second, file = tiny_llama(), tiny_llama(), tmp_path / "losses.json"
+    budgeted(first, budget="35% zeros", losses=file)
     monkeypatch.setattr(solving, "losses_of", None)
-    second = mts.sparsify(tiny_llama(), "sparsegpt", budget="35% zeros", **options)
+    budgeted(second, budget="35% zeros", losses=file)
     assert_same_state(first, state_of(second))
-    mts.sparsify(tiny_llama(), "sparsegpt", budget="60% flops", **options)
+    budgeted(tiny_llama(), budget="60% flops", losses=file)
 
 
 class Classifier(nn.Module):
-    """Its logits have no finite gradient by what ``bad`` puts out."""
+    """Its logits have no finite gradient."""
 
-    def __init__(self, bad: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(2))
-        self.bad = bad
 
     def forward(self, x):
         for block in self.blocks:
             x = x + block(x)
-        return SequenceClassifierOutput(logits=x + (x * 0).sqrt() if self.bad else x)
+        return SequenceClassifierOutput(logits=x + (x * 0).sqrt())
 
 
 class Mixture(nn.Module):
@@ -262,12 +236,11 @@ def test_experts_in_a_list_choose_together():
     """And cost the FLOPs of the one that a token goes through, rounded up. Only together they fit: 128 for ``up``, and
     32 are left for a third of three experts."""
     model = Mixture()
-    rows = {"data_loader": [torch.randn(64, 8)], "progress": False, "include": ["*"]}
-    mts.sparsify(model, "sparsegpt", budget="160 flops", choices=["dense", "25%", "75%"], min_tokens=1, **rows)
-    said = mts.report(model).settings["budget"]
-    experts = {name: choice for name, choice in said["layers"].items() if "experts" in name}
-    assert len(experts) == 3
-    assert len(set(experts.values())) == 1
+    rows = {"data_loader": [torch.randn(64, 8)], "include": ["*"], "min_tokens": 1}
+    _, said = budgeted(model, budget="160 flops", choices=["dense", "25%", "75%"], **rows)
+    chosen = [choice for name, choice in said["layers"].items() if "experts" in name]
+    assert len(chosen) == 3
+    assert len(set(chosen)) == 1
     stay = [int((layer.weight != 0).sum()) for layer in (model.up, *model.experts)]
     assert said["costs"]["flops"][0] == 2 * stay[0] + -(-2 * sum(stay[1:]) // 3) <= 160
 
@@ -283,22 +256,19 @@ WHY = {
 @pytest.mark.parametrize("why", WHY)
 def test_where_losses_cannot_be_measured_an_optional_budget_is_the_pattern(why):
     make, more = WHY[why]
-    options = {**({} if more else {"data_loader": DATA["data_loader"]}), **more, "pattern": 0.5, "progress": False}
+    options = {**more, "pattern": 0.5, **({"data_loader": None} if more else {})}
     model, plain = make(), make()
-    mts.sparsify(model, "sparsegpt", budget="auto", **options)
-    mts.sparsify(plain, "sparsegpt", **options)
+    report, said = budgeted(model, budget="auto", **options)
+    assert said is None
+    budgeted(plain, **options)
     assert_same_masks(model, plain)
-    report = mts.report(model)
-    assert any(
-        note.startswith(f"50% per matrix in every layer, not shared out by losses: {why}") for note in report.notes
-    )
-    assert report.settings["budget"] is None
+    start = f"50% per matrix in every layer, not shared out by losses: {why}"
+    assert any(note.startswith(start) for note in report.notes)
 
 
 def test_quality_with_a_level_takes_a_budget_of_its_zeros():
-    model = mts.sparsify(tiny_llama(), quality="balanced", pattern=0.5, reconstruct=1, **DATA)
-    report = mts.report(model)
-    assert report.settings["budget"]["asked"] == "50% zeros"
+    report, said = budgeted(tiny_llama(), None, quality="balanced", pattern=0.5, reconstruct=1)
+    assert said["asked"] == "50% zeros"
     assert report.sparsity == pytest.approx(0.5, abs=1e-3)
     assert len({layer.pattern for layer in report.layers}) > 1
 
@@ -318,12 +288,12 @@ def test_budgets_that_cannot_be_met_say_what_to_give(budget, choices, match):
 def test_models_whose_losses_cannot_be_measured():
     """Offloaded weights leave no gradients behind, and without them all choices would lose nothing."""
     rows, match = {"data_loader": [torch.randn(16, 8)]}, r"'blocks.0.0': its gradients hold NaN or inf.*or exclude it"
-    refused(mts.sparsify, Classifier(bad=True), "sparsegpt", match=match, budget="35% zeros", **rows)
+    refused(mts.sparsify, Classifier(), "sparsegpt", match=match, budget="35% zeros", **rows)
     model, match = TwoOutputs(tiny_llama().config), "with no logits but 'last_hidden_state' .* 'pooled' .*give output="
     refused(mts.sparsify, model, "sparsegpt", match=match, budget="35% zeros", **DATA)
     model = cpu_offload(tiny_llama(), execution_device=torch.device("cpu"))
     with pytest.raises(ValueError, match=r"budget needs gradients, and accelerate offloads.*give device="):
-        mts.sparsify(model, "sparsegpt", budget="40% zeros", **DATA)
+        budgeted(model, budget="40% zeros")
     assert all(parameter.is_meta for parameter in model.parameters())
     assert not hasattr(model.model.layers[0].mlp.up_proj, "weight_mask")
 
@@ -360,8 +330,7 @@ def test_the_dense_model_is_looked_at_once_and_gradients_are_taken_once(monkeypa
         monkeypatch.setattr(module, "gradients_of", gradients)
     for module in (calibrated, oneshot):
         monkeypatch.setattr(module, "run_dense", dense)
-    tuned = {"reconstruct": {"epochs": 1, "metric": "fisher"}}
-    mts.sparsify(tiny_llama(), "wanda", budget="50% zeros", **tuned, **DATA)
+    budgeted(tiny_llama(), "wanda", budget="50% zeros", reconstruct={"epochs": 1, "metric": "fisher"})
     assert sorted(calls) == ["dense", "gradients"]
 
 
@@ -369,18 +338,12 @@ FIXED = {"*.v_proj": {"pattern": 0.5}, "*.o_proj": {"choices": ["dense", "20%"]}
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"budget": "10% zeros"},
-        {"budget": "30% zeros", "choices": ["dense", "2:4", "20%"]},
-        {"budget": "60% zeros", "choices": ["dense", "80%"]},
-        {"budget": "90% flops"},
-    ],
-    ids=str,
+    ("budget", "choices"),
+    [("10% zeros", None), ("30% zeros", ["dense", "2:4", "20%"]), ("60% zeros", ["dense", "80%"]), ("90% flops", None)],
 )
-def test_levels_and_choices_of_rules_stay(options):
+def test_levels_and_choices_of_rules_stay(budget, choices):
     """In the choice by losses and in the plain plan, whichever is taken."""
-    table, data = table_of(tiny_llama().eval(), "sparsegpt", rules=FIXED, **options, **DATA)
+    table, data = table_of(tiny_llama(), "sparsegpt", rules=FIXED, budget=budget, choices=choices, **DATA)
     budget = data.run.config.budget
     best = table.best(budget)
     assert best is not None
@@ -413,7 +376,7 @@ def places(layer: nn.Module, args: tuple, output: torch.Tensor) -> int:
 
 def test_flops_of_images_are_counted_by_places_and_samples():
     model, batch = Images(), torch.randn(6, 4, 12, 12)
-    mts.sparsify(model, "sparsegpt", budget="60% flops", data_loader=[batch] * 2, include=["*"], progress=False)
+    _, said = budgeted(model, budget="60% flops", data_loader=[batch] * 2, include=["*"])
     seen = dict[str, int]()
     for name, layer in model.named_children():
         layer.register_forward_hook(lambda *call, name=name: seen.update({name: places(*call)}))
@@ -422,25 +385,21 @@ def test_flops_of_images_are_counted_by_places_and_samples():
         sum(2 * seen[name] * count(model.get_submodule(name).weight) for name in seen)
         for count in (torch.numel, torch.count_nonzero)
     )
-    now, ceiling = mts.report(model).settings["budget"]["costs"]["flops"]
-    assert (now, ceiling) == (int(live), dense * 6 // 10)
+    assert said["costs"]["flops"] == [int(live), dense * 6 // 10]
 
 
-@pytest.mark.parametrize("name", ["Aria", "Mixtral", "Qwen2Moe"])
-def test_experts_cost_what_the_router_chooses(name):
+MIXTURES = [
+    experts.causal("AriaText", moe_num_experts=4, moe_topk=2, moe_num_shared_experts=1),
+    experts.MODELS["mixtral"],
+    experts.causal("Qwen2Moe", **experts.MOE, num_experts=4),
+]
+
+
+@pytest.mark.parametrize("build", MIXTURES, ids=["aria", "mixtral", "qwen2_moe"])
+def test_experts_cost_what_the_router_chooses(build):
     """Whatever the config calls it; a shared expert is run for every token."""
-    sizes = {"vocab_size": 97, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    sizes |= {"num_key_value_heads": 2, "intermediate_size": 16, "pad_token_id": 0}
-    own = {
-        "Aria": {"moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1},
-        "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
-        "Qwen2Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
-    }[name]
-    kind = f"{name}{'Text' * (name == 'Aria')}"
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(**sizes, **own)
-    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
-    table, _ = table_of(model, "sparsegpt", budget="60% flops", choices=["dense", "2:4"], **DATA)
+    data = {"data_loader": token_batches(4, vocab=experts.VOCAB)}
+    table, _ = table_of(build(), "sparsegpt", budget="60% flops", choices=["dense", "2:4"], **data)
     routed = [each.size for each in table.plan.layers if ".experts." in each.name]
     others = [each.size for each in table.plan.layers if ".experts." not in each.name]
     assert routed

@@ -14,18 +14,14 @@ from modelopt_sparse.methods.base import Method
 from modelopt_sparse.methods.patterns import NM, Unstructured
 from modelopt_sparse.methods.scores import GivenMask
 from modelopt_sparse.model.devices import is_out_of_memory
-from modelopt_sparse.solving import solve as one_block
-from tests.helpers import Snapshot, assert_bits, assert_same_masks, refused, state_of, tiny_llama, token_batches
+from tests.helpers import Snapshot, assert_bits, assert_same_masks, refused, tiny_llama, token_batches
 from tests.models.expert_models import MODELS, VOCAB
 from tests.oracles.layer_problem import problem
+from tests.solving.test_failures import at_the_third_mask, stops_after
 
 tiny_mixtral = MODELS["mixtral"]  # gate_up_proj [4, 48, 32]
-EXPERTS: dict[str, Any] = {
-    "pattern": "2:4",
-    "data_loader": token_batches(vocab=VOCAB),
-    "min_tokens": 8,
-    "include": "*.gate_up_proj",
-}
+EXPERTS: dict[str, Any] = {"pattern": "2:4", "data_loader": token_batches(vocab=VOCAB), "min_tokens": 8}
+EXPERTS["include"] = "*.gate_up_proj"
 
 FAILURES: dict[str, Callable[[], Exception]] = {
     "cuda": lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total ..."),
@@ -43,10 +39,8 @@ class Scarce(Method):
 
     def __init__(self, inner: Method, room: int, prepared: int = 2**30, failure: str = "cuda") -> None:
         self.inner, self.room, self.prepared, self.failure = inner, room, prepared, failure
-        given: dict[str, Any] = {
-            key: getattr(inner, key) for key in ("name", "needs", "options", "scope", "updates", "rows_independent")
-        }
-        vars(self).update(given)
+        for key in ("name", "needs", "options", "scope", "updates", "rows_independent"):
+            setattr(self, key, getattr(inner, key))
         self.tried: list[tuple[int, ...]] = []
 
     def prepare(self, stats, options):
@@ -93,18 +87,17 @@ def test_what_is_taken_for_no_memory():
 # rows -----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "failure", "options"),
-    [
-        ("magnitude", "cuda", {"pattern": "2:4"}),
-        ("magnitude", "cpu", {"pattern": "50% per row"}),
-        ("wanda", "python", {"pattern": 0.5}),
-        ("sparsegpt", "cuda", {"pattern": "2:4"}),
-        ("sparsegpt", "cpu", {"pattern": "60% per row"}),
-        ("sparsegpt", "python", {"pattern": "2:4", "polish": 5}),
-    ],
-    ids=str,
-)
+BY_ROWS = [
+    ("magnitude", "cuda", {"pattern": "2:4"}),
+    ("magnitude", "cpu", {"pattern": "50% per row"}),
+    ("wanda", "python", {"pattern": 0.5}),
+    ("sparsegpt", "cuda", {"pattern": "2:4"}),
+    ("sparsegpt", "cpu", {"pattern": "60% per row"}),
+    ("sparsegpt", "python", {"pattern": "2:4", "polish": 5}),
+]
+
+
+@pytest.mark.parametrize(("name", "failure", "options"), BY_ROWS, ids=str)
 def test_rows_at_a_time_give_what_all_of_them_give(name, options, failure):
     """A k_proj of 16 x 32 fits, a q_proj of 32 x 32 in two pieces, a down_proj of 32 x 64 in four."""
     method = Scarce(METHODS[name], 512, failure=failure)
@@ -177,36 +170,27 @@ def test_a_method_says_that_rows_are_independent_where_they_are(name, pattern):
 # experts --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["magnitude", "wanda", "sparsegpt", "alps"])
-def test_fewer_experts_at_a_time_give_what_all_of_them_give(name):
-    """Of four experts, gate_up_proj [4, 48, 32] fits two at a time."""
-    method = Scarce(METHODS[name], 2 * 48 * 32)
-    _, report = compared(tiny_mixtral, method, **EXPERTS)
-    for layer in report.layers:
-        assert "solved 2 experts at a time, because memory ran out" in layer.notes
-    assert method.tried.count((4, 48, 32)) == 1
-    assert method.tried.count((2, 48, 32)) == 2 * len(report.layers)
+TWO, ONE = [(4, 48, 32), *[(2, 48, 32)] * 4], [(1, 48, 32)] * 8  # of each of two layers
+LIMIT = 3 * 4 * (5 * 32**2 + 10 * 48 * 32)  # three experts
+AT_A_TIME = {  # method, the numbers that memory holds, and to prepare with, memory_limit -> what a note says, and tries
+    **{(name, 2 * 48 * 32, 2**30, None): ("2 experts", TWO) for name in ("magnitude", "wanda", "sparsegpt", "alps")},
+    ("sparsegpt", 12 * 32, 2**30, None): ("one expert at a time, 12 rows", [*TWO[:2], ONE[0]]),
+    ("sparsegpt", 2**30, 32 * 32, None): ("one expert", ONE),
+    ("sparsegpt", 48 * 32, 2**30, LIMIT): ("one expert", [(3, 48, 32), (2, 48, 32), *ONE]),
+}
 
 
-def test_one_expert_and_then_rows_of_it():
-    method = Scarce(METHODS["sparsegpt"], 12 * 32)
-    _, report = compared(tiny_mixtral, method, **EXPERTS)
-    for layer in report.layers:
-        assert "solved one expert at a time, 12 rows at a time, because memory ran out" in layer.notes
-
-
-def test_experts_are_prepared_fewer_at_a_time():
-    method = Scarce(METHODS["sparsegpt"], 2**30, prepared=32 * 32)
-    compared(tiny_mixtral, method, **EXPERTS)
-    assert set(method.tried) == {(1, 48, 32)}
-
-
-def test_a_memory_limit_is_where_they_start():
-    method = Scarce(METHODS["sparsegpt"], 48 * 32)
-    limit = 3 * 4 * (5 * 32**2 + 10 * 48 * 32)  # three experts
+@pytest.mark.parametrize("case", AT_A_TIME)
+def test_fewer_experts_at_a_time_give_what_all_of_them_give(case):
+    """Of four experts, gate_up_proj [4, 48, 32]."""
+    name, room, prepared, limit = case
+    note, tried = AT_A_TIME[case]
+    method = Scarce(METHODS[name], room, prepared)
     _, report = compared(tiny_mixtral, method, memory_limit=limit, **EXPERTS)
-    assert method.tried[:5] == [(3, 48, 32), (2, 48, 32), *[(1, 48, 32)] * 3]
-    assert all("one expert at a time" in str(layer.notes) for layer in report.layers)
+    for layer in report.layers:
+        assert f"solved {note} at a time, because memory ran out" in layer.notes
+    assert method.tried[: len(tried)] == tried
+    assert len(method.tried) == len(tried) or "rows" in note
 
 
 # no smaller pieces ----------------------------------------------------------------------------------------------------
@@ -254,25 +238,14 @@ def test_what_has_no_smaller_pieces_is_an_error(name, room, failure):
     assert method.tried[: len(tried)] == tried
 
 
+def scarce() -> None:
+    raise FAILURES["cpu"]()
+
+
 def test_no_memory_for_a_mask_leaves_the_layer_as_it_was(monkeypatch):
-    original, seen = one_block.set_mask, []
-
-    def scarce(*args: Any) -> None:
-        seen.append(args[1])
-        if len(seen) == 3:
-            raise FAILURES["cpu"]()
-        original(*args)
-
-    monkeypatch.setattr(one_block, "set_mask", scarce)
-    model = tiny_llama()
-    before = state_of(model)
-    with pytest.raises(MemoryError, match=r"v_proj' \[16, 32\]: out of memory while its solution was written into"):
-        mts.sparsify(model, "magnitude")
-    assert [layer.name.rpartition(".")[2] for layer in mts.report(model).layers] == ["q_proj", "k_proj"]
-    for name, (cls, tensor) in state_of(model).items():
-        if "layers.0.self_attn.q_proj" not in name and "layers.0.self_attn.k_proj" not in name:
-            assert cls is before[name][0]
-            assert_bits(tensor, before[name][1])
+    at_the_third_mask(monkeypatch, scarce)
+    said = stops_after(2, "magnitude", error=MemoryError)
+    assert "v_proj' [16, 32]: out of memory while its solution was written into" in said
 
 
 def test_an_error_of_another_kind_is_left_as_it_is():
@@ -336,16 +309,16 @@ def test_a_gpu_that_runs_out_of_memory(name):
     torch.testing.assert_close(pieces, values, rtol=1e-4, atol=1e-6)
 
 
+PLACES = [
+    ("model.embed_tokens", "LlamaForCausalLM outside of its blocks"),
+    ("model.layers.0.mlp", r"block 'model\.layers\.0'"),
+    ("model.layers.1.mlp", r"block 'model\.layers\.1'"),
+    ("lm_head", "LlamaForCausalLM outside of its blocks"),
+]
+
+
 @pytest.mark.parametrize("failure", FAILURES)
-@pytest.mark.parametrize(
-    ("at", "where"),
-    [
-        ("model.embed_tokens", "LlamaForCausalLM outside of its blocks"),
-        ("model.layers.0.mlp", r"block 'model\.layers\.0'"),
-        ("model.layers.1.mlp", r"block 'model\.layers\.1'"),
-        ("lm_head", "LlamaForCausalLM outside of its blocks"),
-    ],
-)
+@pytest.mark.parametrize(("at", "where"), PLACES)
 def test_a_forward_that_runs_out_of_memory_says_where_and_what_to_do(at, where, failure):
     """On the CPU that is a RuntimeError, which was a traceback on the command line."""
     model = tiny_llama()
