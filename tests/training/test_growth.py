@@ -14,7 +14,7 @@ import modelopt_sparse as mts
 from modelopt_sparse import training
 from modelopt_sparse.model.masking import SparseModule, named_masks
 from tests.helpers import assert_bits, tiny_llama
-from tests.training.cases import applied
+from tests.training.cases import applied, masks_of
 
 
 class Mlp(nn.Module):
@@ -39,10 +39,6 @@ def step(model, *optimizers, seed=0):
     model(x).square().mean().backward()
     for optimizer in optimizers:
         optimizer.step()
-
-
-def masks_of(model):
-    return {name: mask.clone() for name, mask in named_masks(model)}
 
 
 @pytest.mark.parametrize("order", ["rigl first", "rigl last"])
