@@ -40,24 +40,12 @@ def test_names_that_differ_on_disk(mixtral):
 
 def test_names_that_differ_on_disk_and_a_model_that_does_not_fit(mixtral):
     _, folder = mixtral
-    refused(
-        mts.restore,
-        tiny_mixtral(num_hidden_layers=3),
-        folder,
-        parts=["'model.layers.2.mlp.experts.down_proj' of the model is not in"],
-    )
-    refused(
-        mts.restore,
-        tiny_mixtral(num_hidden_layers=1),
-        folder,
-        parts=["mask 'model.layers.1.mlp.experts.gate_up_proj' fits no parameter"],
-    )
-    refused(
-        mts.restore,
-        tiny_mixtral(intermediate_size=64),
-        folder,
-        parts=["has shape [4, 96, 32] there and [4, 128, 32] in the model"],
-    )
+    for sizes, part in (
+        ({"num_hidden_layers": 3}, "'model.layers.2.mlp.experts.down_proj' of the model is not in"),
+        ({"num_hidden_layers": 1}, "mask 'model.layers.1.mlp.experts.gate_up_proj' fits no parameter"),
+        ({"intermediate_size": 64}, "has shape [4, 96, 32] there and [4, 128, 32] in the model"),
+    ):
+        refused(mts.restore, tiny_mixtral(**sizes), folder, parts=[part])
 
 
 def test_names_that_differ_on_disk_and_an_expert_that_is_missing(mixtral):
