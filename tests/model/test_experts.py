@@ -153,7 +153,9 @@ def plenty() -> list[dict[str, Tensor]]:
 
 
 @every_model
-def test_every_expert_is_2_4_and_routers_keep_every_bit(name):
+def test_every_expert_is_2_4_and_the_folder_loads_in_plain_transformers_with_equal_logits(name, tmp_path):
+    """Routers keep every bit. Experts are split on disk for some of these models, and fused, transposed or interleaved
+    for others."""
     dense = MODELS[name]()
     sparse = mts.sparsify(copy.deepcopy(dense), "sparsegpt", data_loader=texts("left"), progress=False)
     parameters = dict(sparse.named_parameters())
@@ -169,15 +171,6 @@ def test_every_expert_is_2_4_and_routers_keep_every_bit(name):
             assert torch.equal(parameters[key], before), key
     assert len(mts.verify(sparse, "2:4").layers) == len(mts.report(sparse).layers)
 
-
-def router(name: str) -> bool:
-    return any(part in name for part in (".gate.weight", ".router."))
-
-
-@every_model
-def test_the_folder_loads_in_plain_transformers_with_equal_logits(name, tmp_path):
-    """Experts are split on disk for some of these models, and fused, transposed or interleaved for others."""
-    sparse = mts.sparsify(MODELS[name](), "wanda", data_loader=texts("left"), progress=False)
     mts.save(sparse, tmp_path / "sparse")
     plain = plain_from_pretrained(tmp_path / "sparse", type(MODELS[name]()))
     report = mts.report(tmp_path / "sparse")
@@ -193,6 +186,10 @@ def test_the_folder_loads_in_plain_transformers_with_equal_logits(name, tmp_path
     for batch, expected in zip(texts("right"), logits, strict=True):
         for model in (plain, exported):
             assert torch.equal(model(**batch).logits, expected)
+
+
+def router(name: str) -> bool:
+    return any(part in name for part in (".gate.weight", ".router."))
 
 
 def test_verify_sees_one_weight_too_many_in_one_expert(tmp_path):

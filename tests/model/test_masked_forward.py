@@ -20,11 +20,10 @@ from tests.model.sparse_modules import (
     random_mask,
     sparse_and_dense,
     sparse_linear,
+    written_on_purpose,
 )
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.* were written to pruned places:UserWarning"
-)  # here they are written on purpose
+pytestmark = written_on_purpose
 
 
 MODES = {"grad": torch.enable_grad, "no_grad": torch.no_grad, "inference_mode": torch.inference_mode}

@@ -24,11 +24,10 @@ from tests.model.sparse_modules import (
     random_mask,
     sparse_and_dense,
     sparse_linear,
+    written_on_purpose,
 )
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.* were written to pruned places:UserWarning"
-)  # here they are written on purpose
+pytestmark = written_on_purpose
 
 X = torch.randn(3, 8, generator=torch.Generator().manual_seed(11))
 
@@ -414,15 +413,8 @@ def test_a_swapped_tensor_is_seen():
 
 # bits -----------------------------------------------------------------------------------------------------------------
 
-DTYPES = [
-    torch.float64,
-    torch.float32,
-    torch.bfloat16,
-    torch.float16,
-    torch.float8_e4m3fn,
-    torch.complex64,
-    torch.complex128,
-]
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn]
+DTYPES += [torch.complex64, torch.complex128]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
