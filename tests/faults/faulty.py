@@ -345,7 +345,8 @@ def _save(model: str, folder: str) -> tuple[int, dict[str, Any]]:
     return 0, {}
 
 
-def _cli(arguments: list[str]) -> tuple[int, dict[str, Any]]:
+def run_command(arguments: list[str]) -> tuple[int, dict[str, Any]]:
+    """The command line -> its exit code, and what it printed."""
     from modelopt_sparse.cli.commands import main
 
     sys.argv = ["modelopt-sparse", *arguments]
@@ -395,7 +396,7 @@ DO: dict[str, Callable[..., tuple[int, dict[str, Any]]]] = {
     "stream as rank": _stream_as_rank,
     "small disk": _on_a_small_disk,
     "save": _save,
-    "cli": _cli,
+    "cli": run_command,
     "solve": _solve,
 }
 
