@@ -528,8 +528,7 @@ def test_calls_that_do_not_come_to_a_block_count_for_what_judges(monkeypatch):
     calls = [WalkedCall(SimpleNamespace(number=number, masks=None), (block,)) for number in (1, 3)]  # type: ignore[arg-type]  # what is asked of a call
     again, seen, places = MagicMock(), _Seen(Mock(), Mock(), set()), []
     again.run_to.side_effect = lambda *args: places.append(seen.number)
-    walk = AtBlock(again, calls, Order([block], ()))
-    walk.at(block).collect([], seen.see, seen.begin)
+    AtBlock(again, calls, Order([block], ())).at(block).collect([], seen.see, seen.begin)
     assert places == [1, 3]
 
 

@@ -184,8 +184,7 @@ def test_folders_damaged_or_made_to_mislead(broken, change, reason):
 
 def test_a_path_that_leads_out_is_not_even_read(broken, monkeypatch):
     folder = broken("llama")
-    secret = folder.parent / "secret"
-    secret.write_bytes(b"x" * 10)
+    (folder.parent / "secret").write_bytes(b"x" * 10)
     rewrite(folder, lambda d: d["files"].update({"../secret": {"size": 10, "sha256": "0"}}))
     read = []
     original = format.file_hash
@@ -199,8 +198,7 @@ def test_a_single_nonzero_under_the_mask(broken, name):
     folder = broken(name)
     key, mask = next(iter(mts.named_masks(sparse(name))))
     weights = load_file(folder / "model.safetensors")
-    place = (~mask).nonzero()[7]
-    weights[key][tuple(place)] = 1e-30
+    weights[key][tuple((~mask).nonzero()[7])] = 1e-30
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     relist(folder, "model.safetensors")
     reason = f"weight '{key}' is not zero in 1 places where its mask is False"
@@ -296,8 +294,7 @@ def into_inference() -> nn.Module:
 
 def into_a_forward_of_its_own() -> nn.Module:
     model = tiny_llama()
-    module = model.get_submodule(WEIGHT.removesuffix(".weight"))
-    module.forward = lambda x: x
+    model.get_submodule(WEIGHT.removesuffix(".weight")).forward = lambda x: x
     return model
 
 
@@ -356,8 +353,7 @@ def test_a_tensor_that_is_extra_state_comes_back(tmp_path):
 @pytest.mark.parametrize("member", ["parallel", "factorized", "doped"])
 def test_a_model_that_sparse_ift_has_rewritten_says_so(tmp_path, member, capfd):
     """Nothing is said of new weights that would have to be trained."""
-    model = mts.training.sparse_ift(tiny_llama(), 0.5, member=member).model
-    mts.save(model, tmp_path / "out")
+    mts.save(mts.training.sparse_ift(tiny_llama(), 0.5, member=member).model, tmp_path / "out")
     advice = "its layers were rewritten by sparse_ift: build the model, sparse_ift(model, ...) as before, and restore"
     assert "fits no parameter" not in refused(mts.restore, tiny_llama(), tmp_path / "out", parts=[advice])
     for read, words in ((mts.load, advice), (mts.verify, f"{advice}, and verify that")):

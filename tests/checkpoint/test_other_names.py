@@ -17,8 +17,7 @@ from tests.models.tiny import tiny_mixtral
 def mixtral(tmp_path) -> tuple[nn.Module, Path]:
     model = mts.sparsify(tiny_mixtral(), "magnitude", pattern="2:4", include="*self_attn*")
     expert = "model.layers.1.mlp.experts.gate_up_proj"  # fused weights can carry a mask as well
-    weight = model.get_parameter(expert)
-    mts.set_mask(model, expert, mts.NM(2, 4).mask(weight.detach().abs()))
+    mts.set_mask(model, expert, mts.NM(2, 4).mask(model.get_parameter(expert).detach().abs()))
     mts.save(model, tmp_path / "mixtral")
     stored = set(load_file(tmp_path / "mixtral" / "model.safetensors"))
     assert stored.isdisjoint({expert})

@@ -94,8 +94,7 @@ def test_the_bits_of_experts_are_those_of_the_mask_of_their_layer(name, tmp_path
     with safe_open(packed / PACKED, framework="pt") as file:
         places = json.loads(file.metadata()["packed"])["places"]
         assert not [key for key in file.keys() if key.endswith(".bits")]  # noqa: SIM118 - not a mapping
-    masks = describe(packed)["masks"]
-    assert {place[0] for place in places.values()} == set(masks)
+    assert {place[0] for place in places.values()} == set(describe(packed)["masks"])
     assert_same_state(mts.load(packed), state_of(model))
 
 
@@ -471,8 +470,7 @@ def as_packed(plain: Path, folder: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
 def test_streaming_writes_packed_folders(name, tmp_path):
     """What `pack` makes of the plain target; and `unpack` gives that."""
-    make = tiny_llama if name == "llama" else MIXTURES[name]
-    source = dense(tmp_path / "dense", make)
+    source = dense(tmp_path / "dense", tiny_llama if name == "llama" else MIXTURES[name])
     data = {"data_loader": batches(), "min_tokens": 1} if name == "llama" else {}
     method = "wanda" if name == "llama" else "magnitude"
     streamed(source, tmp_path / "plain", method, **data)

@@ -444,8 +444,7 @@ def test_verify_refuses_a_quantized_folder_and_takes_its_model_dequantized(tmp_p
         mts.verify(folder, "2:4")
     model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=FineGrainedFP8Config(dequantize=True))
     assert len(mts.verify(model, "2:4").layers) == 14
-    up = model.model.layers[1].mlp.up_proj.weight
-    up.data[0, :4] = 1
+    model.model.layers[1].mlp.up_proj.weight.data[0, :4] = 1
     with pytest.raises(mts.PatternError, match="1 of 14 layers do not hold their pattern"):
         mts.verify(model, "2:4")
 

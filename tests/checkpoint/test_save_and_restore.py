@@ -60,8 +60,7 @@ def test_the_report_of_several_runs_is_saved_whole(tmp_path):
 
 def test_masks_set_by_hand_are_saved_without_a_report(tmp_path):
     model = tiny_llama()
-    keep = torch.rand(64, 32) < 0.3
-    mts.set_mask(model, "model.layers.0.mlp.up_proj.weight", keep)
+    mts.set_mask(model, "model.layers.0.mlp.up_proj.weight", torch.rand(64, 32) < 0.3)
     mts.save(model, tmp_path / "out")
     with pytest.raises(ValueError, match="carries no report"):
         mts.report(tmp_path / "out")
@@ -213,8 +212,7 @@ def test_reports_say_that_masks_were_replaced(how, pattern, shown, zeros, tmp_pa
     model = mts.sparsify(tiny_llama(), "magnitude", pattern="2:4")
     names = [layer.name for layer in mts.report(model).layers]
     assert not any(layer.notes for layer in mts.report(model).layers)
-    other = mts.sparsify(tiny_llama(), "magnitude", pattern=pattern)
-    masks = dict(mts.named_masks(other))
+    masks = dict(mts.named_masks(mts.sparsify(tiny_llama(), "magnitude", pattern=pattern)))
     if how == "set_mask":
         for name, mask in masks.items():
             mts.set_mask(model, name, mask)

@@ -81,8 +81,7 @@ def test_best_is_that_of_memory_without_text_of_its_own_and_metric(tmp_path):
 
 def test_a_source_that_carries_masks(tmp_path):
     """Their zeros would have to stay, and streaming reads weights alone."""
-    model = mts.sparsify(MODELS["llama"](), "magnitude", pattern="2:4")
-    mts.save(model, tmp_path / "sparse")
+    mts.save(mts.sparsify(MODELS["llama"](), "magnitude", pattern="2:4"), tmp_path / "sparse")
     with pytest.raises(ValueError, match=r"(?s)holds 21 masks.*replace=True"):
         streamed(tmp_path / "sparse", tmp_path / "out", "magnitude", pattern="1:4")
     assert not (tmp_path / "out").exists()

@@ -361,8 +361,7 @@ def test_speed_shows_the_report_of_what_it_was_asked_to_time(run, tmp_path, monk
     command = ("speed", tmp_path / "sparse", "--tokens", "1, 64", "--device", "cuda:1")
     said = run(*command).well()
     assert all(part in said for part in ("us at 1     us at 64", "3.0 -> 2.0", "14 of 15 layers run 2:4 on a CPU"))
-    found = json.loads(run(*command, "--json").out)
-    assert len(found["layers"]) == 15
+    assert len(json.loads(run(*command, "--json").out)["layers"]) == 15
     assert asked == [("cuda:1", {"tune": (1, 64)})] * 2
 
 

@@ -80,8 +80,7 @@ def state(model: nn.Module) -> dict[str, Tensor]:
 def result(name: str, model: nn.Module) -> Found:
     with torch.no_grad():
         loss = float(model(HELD_OUT[name], labels=HELD_OUT[name]).loss)
-    report = mts.report(model).as_dict()
-    return {"state": state(model), "loss": loss, "report": report}
+    return {"state": state(model), "loss": loss, "report": mts.report(model).as_dict()}
 
 
 def sparse(name: str, method: Any, **options: Any) -> Found:

@@ -69,8 +69,7 @@ def test_gram_matrices_are_those_of_one_process(results, group):
         assert tokens > 0
         for of_rank in together:
             assert of_rank[name][0] == tokens
-            error = float((of_rank[name][1] - gram).norm() / gram.norm())
-            assert error <= 1e-6, name
+            assert float((of_rank[name][1] - gram).norm() / gram.norm()) <= 1e-6, name
             assert torch.equal(of_rank[name][1], together[0][name][1])
     assert len(alone) == 3 * 2 * 4  # models, blocks, inputs of each
 

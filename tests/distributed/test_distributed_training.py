@@ -66,8 +66,7 @@ def sparse_model() -> nn.Sequential:
 
 
 def data() -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(8, 3, 8, generator=generator)
+    x = torch.randn(8, 3, 8, generator=torch.Generator().manual_seed(1))
     return x, x.flip(-1)
 
 
@@ -161,8 +160,7 @@ def fsdp() -> dict[str, Any]:
     model = sharded(sparse_model())
     whole = model[0].weight.numel()
     found = {"shard": model[0].weight.to_local().numel() / whole, **trained(model)}
-    state = get_model_state_dict(model, options=FULL)
-    return {**found, "state": copy.deepcopy(state)}
+    return {**found, "state": copy.deepcopy(get_model_state_dict(model, options=FULL))}
 
 
 def sparse_llama() -> nn.Module:
@@ -262,8 +260,7 @@ def fsdp_loading_full_state_dicts() -> dict[str, Any]:
     found = {}
     source = dense_model()
     put_masks(source)
-    flipped = ~source[0].weight_mask
-    mts.set_mask(source, "0.weight", flipped)
+    mts.set_mask(source, "0.weight", ~source[0].weight_mask)
     for kind in ("dense", "sparse"):
         torch.manual_seed(7)
         state = {

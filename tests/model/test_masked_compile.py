@@ -24,7 +24,7 @@ from tests.model.sparse_modules import (
 )
 from tests.model.test_training import train
 
-pytestmark = written_on_purpose
+pytestmark = [written_on_purpose, own_deprecations]
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +42,6 @@ def compiled(module: nn.Module, backend: str = "aot_eager_decomp_partition") -> 
 COMPILED = ("linear", "conv2d", "hf_conv1d", "attention", "attention_separate", "own_parameter")
 
 
-@own_deprecations
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiled_modules_ignore_what_lies_under_the_mask_and_give_the_same_gradients(name: str):
     case = CASES[name]
@@ -65,7 +64,6 @@ def test_compiled_modules_ignore_what_lies_under_the_mask_and_give_the_same_grad
         torch.testing.assert_close(output(fast, *inputs), expected)
 
 
-@own_deprecations
 def test_compiled_subclass_follows_its_attributes():
     class Adjustable(nn.Linear):
         def __init__(self) -> None:
@@ -87,7 +85,6 @@ def test_compiled_subclass_follows_its_attributes():
     assert module.calls == 6
 
 
-@own_deprecations
 def test_compiled_graphs_keep_no_masked_copy_for_the_backward_pass():
     model = nn.Sequential(nn.Linear(16, 24), nn.Tanh(), nn.Linear(24, 32), nn.Tanh(), nn.Linear(32, 16))
     for index in (0, 2, 4):
@@ -106,7 +103,6 @@ def test_compiled_graphs_keep_no_masked_copy_for_the_backward_pass():
     assert model[2].weight.grad.any()
 
 
-@own_deprecations
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable:FutureWarning")  # its new name is newer than 5.0
 @pytest.mark.parametrize("checkpointed", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_compiled_llama_trains_and_keeps_its_zeros(checkpointed: bool):
@@ -128,7 +124,6 @@ def test_compiled_llama_trains_and_keeps_its_zeros(checkpointed: bool):
 
 
 @pytest.mark.slow
-@own_deprecations
 def test_default_compiler_backend_trains_and_keeps_zeros():
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
     for index in (0, 2):
@@ -139,7 +134,6 @@ def test_default_compiler_backend_trains_and_keeps_zeros():
     assert losses[-1] < 0.9 * losses[0]
 
 
-@own_deprecations
 @pytest.mark.parametrize("strict", [False, True])
 def test_exported_program_masks_its_weights(strict: bool):
     module, _ = sparse_linear()

@@ -23,9 +23,11 @@ from transformers.pytorch_utils import Conv1D as HFConv1D
 
 import modelopt_sparse as mts
 from tests.helpers import plain_from_pretrained, tiny_llama, token_batches
-from tests.model.sparse_modules import random_mask
+from tests.model.sparse_modules import random_mask, written_on_purpose
 
-pytestmark = [pytest.mark.core, pytest.mark.filterwarnings("ignore:.* were written to pruned places:UserWarning")]
+# the names that transformers 5.0 has as well; and peft 0.21 asks transformers 5.23 by an old name
+OLD_NAMES = ("ignore:.gradient_checkpointing:FutureWarning", "ignore:.is_gradient_checkpointing:FutureWarning")
+pytestmark = [pytest.mark.core, pytest.mark.filterwarnings(*OLD_NAMES), written_on_purpose]
 STEPS = 20
 
 
@@ -347,11 +349,6 @@ def mask_keys(folder: Path) -> list[str]:
     return [key for file in folder.glob("*.safetensors") for key in load_file(file) if "mask" in key]
 
 
-# the names that transformers 5.0 has as well
-old_names = pytest.mark.filterwarnings("ignore:.gradient_checkpointing:FutureWarning")
-
-
-@old_names
 def test_trainer_keeps_zeros_learns_and_resumes_where_it_stopped(tmp_path: Path, capsys):
     model = sparse_llama()
     mts.save(model, tmp_path / "start")
@@ -367,8 +364,7 @@ def test_trainer_keeps_zeros_learns_and_resumes_where_it_stopped(tmp_path: Path,
 
     halfway = tmp_path / "whole" / "checkpoint-4"
     assert mask_keys(halfway) == []
-    read = plain_from_pretrained(halfway)
-    assert len(mts.verify(read, "2:4").layers) == 14
+    assert len(mts.verify(plain_from_pretrained(halfway), "2:4").layers) == 14
 
     restored = mts.restore(tiny_llama(), tmp_path / "start")
     resumed = trainer(restored, tmp_path / "resumed")
@@ -379,7 +375,6 @@ def test_trainer_keeps_zeros_learns_and_resumes_where_it_stopped(tmp_path: Path,
     torch.testing.assert_close(values(restored), values(model), rtol=1e-6, atol=1e-7)
 
 
-@old_names
 def test_trainer_with_an_attached_optimizer_keeps_zeros_under_old_momentum(tmp_path: Path):
     model = tiny_llama()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -423,10 +418,6 @@ def test_save_pretrained_writes_zeros_and_no_masks(change: str, shard: str, tmp_
 # LoRA ---------------------------------------------------------------------------------------------------------------
 
 
-# peft 0.21 asks transformers 5.23 by an old name
-lora = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
-
-
 def with_adapters(model: nn.Module) -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
@@ -449,17 +440,14 @@ def trained_adapters() -> tuple[nn.Module, LlamaForCausalLM]:
     return model.eval(), untouched
 
 
-@lora
 def test_adapters_train_on_a_sparse_base_that_stays_as_it_is():
     model, untouched = trained_adapters()
-    masks = dict(mts.named_masks(model))
-    assert len(masks) == 14
+    assert len(dict(mts.named_masks(model))) == 14
     theirs = {name.replace("base_layer.", "").removeprefix("base_model.model."): p for name, p in values(model).items()}
     for name, parameter in untouched.named_parameters():
         assert torch.equal(theirs[name], parameter), name
 
 
-@lora
 @pytest.mark.parametrize("enforce", [True, False])
 def test_the_report_of_a_model_with_adapters_is_that_of_its_base(enforce: bool, tmp_path: Path):
     """Whoever asks for it leaves it as it is, for the model that is merged again."""
@@ -507,7 +495,6 @@ READINGS: dict[str, Callable[[LlamaForCausalLM, Path], nn.Module]] = {
 }
 
 
-@lora
 @pytest.mark.parametrize("reading", READINGS)
 def test_merged_adapters_are_masked_in_everything_that_is_read_from_the_model(reading: str, tmp_path: Path):
     model, untouched = trained_adapters()
@@ -530,7 +517,6 @@ def test_merged_adapters_are_masked_in_everything_that_is_read_from_the_model(re
         torch.testing.assert_close(read(tokens).logits, plain(tokens).logits)
 
 
-@lora
 def test_adapters_can_be_merged_and_unmerged_in_place():
     model, untouched = trained_adapters()
     (tokens,) = token_batches(1)

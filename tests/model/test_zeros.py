@@ -295,8 +295,7 @@ def test_tensors_made_in_inference_mode_are_masked_in_each_call(made: str):
 def test_a_set_mask_counts_as_a_write():
     """A graph that was made with other zeros must not be used."""
     module, mask = sparse_linear()
-    x = X.clone().requires_grad_()
-    loss = module(x).sum()
+    loss = module(X.clone().requires_grad_()).sum()
     mts.set_mask(module, "weight", mask.roll(1, 1))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
@@ -432,8 +431,7 @@ def test_zeros_are_written_bit_by_bit(dtype: torch.dtype, layout: str, monkeypat
     if layout == "transposed":
         values = values.t()
     mask = torch.rand(values.shape) > 0.5
-    before = bits(values)
-    expected = torch.where(mask.unsqueeze(-1), before, 0)
+    expected = torch.where(mask.unsqueeze(-1), bits(values), 0)
     write_zeros(values, mask)
     assert torch.equal(bits(values), expected)
 

@@ -283,8 +283,7 @@ def test_weights_that_their_parent_reads_grow_by_their_full_gradient():
     gradient = torch.where(mask, model.read.weight.grad, model.read.weight.grad * 2**32)
     optimizer.step()
     kept = sparse.mask & mask & (model.read.weight != 0)
-    grown = sparse.mask & ~kept
-    assert gradient[grown].abs().min() >= gradient[~sparse.mask].abs().max()
+    assert gradient[sparse.mask & ~kept].abs().min() >= gradient[~sparse.mask].abs().max()
 
 
 def test_nan_at_a_pruned_place_reaches_nothing():
@@ -441,8 +440,7 @@ class FewestFirst(training.DynamicSparsityAlgorithm):
     """The first places of each row."""
 
     def update_mask(self, p, mask, sparsity):
-        kept = round((1 - sparsity) * p.shape[-1])
-        return (torch.arange(p.shape[-1]) < kept).expand(mask.shape)
+        return (torch.arange(p.shape[-1]) < round((1 - sparsity) * p.shape[-1])).expand(mask.shape)
 
 
 def test_an_algorithm_of_ones_own_sees_weights_as_out_by_in():

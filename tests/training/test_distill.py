@@ -305,8 +305,7 @@ def test_a_compiled_model():
     model, teacher, batch = started(num_hidden_layers=1)
     expected = oracle(model, teacher, batch)
     with distill(model, teacher):
-        compiled = torch.compile(model, backend="eager")
-        loss = compiled(**batch, use_cache=False).loss
+        loss = torch.compile(model, backend="eager")(**batch, use_cache=False).loss
     torch.testing.assert_close(loss, expected)
     loss.backward()
     assert gradients(model)
@@ -379,8 +378,7 @@ def test_eval_mode_and_remove_give_the_models_own_output():
 def test_a_copy_of_the_model_copies_no_teacher():
     model, teacher = pair()
     with distill(model, teacher):
-        twin = copy.deepcopy(model)
-        (hook,) = twin._forward_hooks.values()
+        (hook,) = copy.deepcopy(model)._forward_hooks.values()
     cells = [cell.cell_contents for cell in hook.__closure__]
     assert any(content is teacher for content in cells)
 

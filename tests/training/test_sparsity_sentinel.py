@@ -17,8 +17,7 @@ def sparse_model():
 
 
 def test_there_and_back():
-    model = sparse_model()
-    state = model.state_dict()
+    state = sparse_model().state_dict()
     marked = training.to_sentinel(state)
     assert set(marked) == {"0.weight", "0.bias", "1.weight", "1.bias"}
     assert torch.equal(marked["0.weight"].isnan(), ~state["0.weight_mask"])

@@ -213,8 +213,7 @@ def test_the_same_level_changes_nothing(method):
 @pytest.mark.parametrize("method", ["random", "topk", "checkerboard"])
 @pytest.mark.parametrize("level", [0.0, 0.3, 0.5, 0.9])
 def test_counts_are_exact_in_each_scope(scope, method, level):
-    weight = torch.randn(3, 6, 8)
-    mask = initial_mask(weight, level, method, generator(), scope=scope)
+    mask = initial_mask(torch.randn(3, 6, 8), level, method, generator(), scope=scope)
     scopes = scope.within(mask)
     assert ((~scopes).sum(-1) == round(level * scopes.shape[-1])).all()
 
