@@ -342,7 +342,7 @@ def shard_of(folder: Path, block: int) -> Path:
 
 
 BROKEN = {
-    "remove": faulty.remove,
+    "remove": Path.unlink,
     "truncate": faulty.truncate,
     "header": lambda file: faulty.flip(file, 1),  # its length
     "dtype": lambda file: faulty.flip(file, place_of(file, b'"F32"') + 3),  # of numbers

@@ -46,10 +46,6 @@ GOLDEN_WEIGHTS = {
 GOLDEN_BYTES = {"up.weight": [0b00111100, 0b10100101], "down.weight": [0b10100011, 0b00000101]}
 
 
-def golden_model() -> nn.Module:
-    return mts.sparsify(Golden(), "magnitude", pattern="2:4")
-
-
 @pytest.mark.parametrize("folder", [GOLDEN, GOLDEN_PACKED], ids=["plain", "packed"])
 def test_a_golden_folder_still_restores_to_the_bit(folder):
     model = Golden()
@@ -73,7 +69,8 @@ def test_the_golden_folder_holds_these_bytes_of_packed_masks():
 
 @pytest.mark.parametrize("folder", [GOLDEN, GOLDEN_PACKED], ids=["plain", "packed"])
 def test_saving_the_golden_model_today_gives_the_golden_files(folder, tmp_path):
-    mts.save(golden_model(), tmp_path / "out", packed=folder is GOLDEN_PACKED)
+    model = mts.sparsify(Golden(), "magnitude", pattern="2:4")
+    mts.save(model, tmp_path / "out", packed=folder is GOLDEN_PACKED)
     for path in (tmp_path / "out").glob("*.safetensors"):
         assert path.read_bytes() == (folder / path.name).read_bytes(), path.name
     ours, theirs = describe(tmp_path / "out"), describe(folder)

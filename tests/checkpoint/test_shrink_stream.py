@@ -69,14 +69,9 @@ def test_streaming_gives_the_bits_of_the_model_in_memory(tmp_path, case):
     assert sum(p.numel() for p in model.parameters()) == report.shrunk.costs["parameters"][1]
     index = json.loads((tmp_path / "streamed" / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_parameters"] == report.shrunk.costs["parameters"][1]
-    assert len(set(index["weight_map"].values())) == 1 + sum(
-        len(model.get_submodule(stack))
-        for stack in (("encoder.block", "decoder.block") if name == T5 else [stack_of(model)])
-    )
-
-
-def stack_of(model: Any) -> str:
-    return "transformer.h" if hasattr(model, "transformer") else "model.layers"
+    stacks = {T5: ("encoder.block", "decoder.block"), GPT2: ("transformer.h",)}.get(name, ("model.layers",))
+    files = 1 + sum(len(model.get_submodule(stack)) for stack in stacks)
+    assert len(set(index["weight_map"].values())) == files
 
 
 @pytest.mark.parametrize("keeps", [0, 2])

@@ -21,6 +21,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -194,21 +195,13 @@ def count_exchanges() -> None:
 # faults ---------------------------------------------------------------------------------------------------------------
 
 
-def _kill() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _stop() -> None:
-    os.kill(os.getpid(), signal.SIGSTOP)
+def _send(number: signal.Signals) -> None:
+    os.kill(os.getpid(), number)
 
 
 def _fill_disk(left: int = 0) -> None:
     """No file can grow beyond ``left`` bytes any more."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (left, resource.RLIM_INFINITY))
-
-
-def remove(file: str) -> None:
-    os.remove(file)
 
 
 def truncate(file: str) -> None:
@@ -226,10 +219,10 @@ def flip(file: str, place: float = 0.5) -> None:
 
 
 FAULTS: dict[str, Callable[..., None]] = {
-    "kill": _kill,
-    "stop": _stop,
+    "kill": partial(_send, signal.SIGKILL),
+    "stop": partial(_send, signal.SIGSTOP),
     "full": _fill_disk,
-    "remove": remove,
+    "remove": lambda file: os.remove(file),
     "truncate": truncate,
     "flip": flip,
 }
