@@ -21,7 +21,6 @@ def test_sparsify_writes_a_page_beside_the_folder(run, work, tmp_path):
     assert "masks" in figures(page)
     assert "<title>out</title>" in visible(page)
     measured = mts.report(out).evaluation
-    assert measured is not None
     assert f"{measured.reference_perplexity:.3f} \u2192 {measured.perplexity:.3f}" in visible(page)
 
     page.write_text("old")

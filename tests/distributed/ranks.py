@@ -212,7 +212,6 @@ def gram_matrices() -> Found:
         with run.processes, calibrating(model):
             for block in blocks_in_call_order(run, data):
                 for shared in collect(block.layer_plans, block.inputs(), run):
-                    assert isinstance(shared.stats, Stats)
                     found[f"{name} {shared.layer_plans[0].name}"] = (shared.stats.tokens, shared.stats.gram)
                 block.inputs().advance()
             run.processes.barrier()
@@ -281,7 +280,6 @@ class Counting(Method):
         self.most = 0
 
     def prepare(self, stats: Stats | None, options: Any) -> Stats | None:
-        assert stats is not None
         self.alive.append(weakref.ref(stats.gram))
         self.most = max(self.most, sum(gram() is not None for gram in self.alive))
         return stats
@@ -448,7 +446,6 @@ def smaller(folder: Path) -> Found:
         given = {"data_loader": BATCHES[kind], "progress": False, **options}
         model, target = MODELS[kind](), folder / f"smaller-{size()}" / name
         shrunk = mts.report(mts.shrink(model, **given)).shrunk
-        assert shrunk is not None
         choice = shrunk.kept, shrunk.scores, shrunk.errors, shrunk.tried, shrunk.kl
         found[name] = {"state": state(model), "choice": choice}
         if "blocks_by" in options:

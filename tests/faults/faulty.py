@@ -51,8 +51,6 @@ class Runs:
         assert self._ask({"ready": True}) == "yes"
 
     def _ask(self, line: dict[str, Any]) -> Any:
-        assert self._server.stdin is not None
-        assert self._server.stdout is not None
         self._server.stdin.write(json.dumps(line, default=str) + "\n")
         self._server.stdin.flush()
         return json.loads(self._server.stdout.readline())
