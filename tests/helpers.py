@@ -30,18 +30,11 @@ TESTBED = ROOT / "examples" / "testbed"
 def tiny_llama(**changes) -> LlamaForCausalLM:
     """A Llama of random weights: 2 blocks, 32 wide, grouped-query attention, tied embeddings unless changed."""
     torch.manual_seed(0)
-    settings = {
-        "vocab_size": 97,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 64,
-        "tie_word_embeddings": True,
-        "initializer_range": 0.2,
-    }
-    return LlamaForCausalLM(LlamaConfig(**{**settings, **changes})).eval()
+    sizes: dict[str, Any] = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    return LlamaForCausalLM(
+        LlamaConfig(**{**sizes, "tie_word_embeddings": True, "initializer_range": 0.2, **changes})
+    ).eval()
 
 
 def in_steps(batches: Sequence[Any], seed: int = 0, *, cut: bool = True) -> list[Any]:
@@ -222,9 +215,21 @@ def run_python(*arguments: object, timeout: float = 1500, **environment: str) ->
 
 @dataclass(frozen=True)
 class Done:
+    """What a command ended with."""
+
     code: int
     out: str
     err: str
+
+    def well(self) -> str:
+        """What it printed; it has nothing to complain of."""
+        assert (self.code, self.err) == (0, "")
+        return self.out
+
+    def wrong(self, *parts: str) -> None:
+        """Exit code 2, nothing printed, and these parts in the error."""
+        assert (self.code, self.out, self.err[:17]) == (2, "", "modelopt-sparse: ")
+        assert all(part in self.err for part in parts), self.err
 
 
 class LiveBytes(TorchDispatchMode):

@@ -113,41 +113,47 @@ class Odd(nn.Module):
         return x
 
 
+def seeded(seed: int = 1) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
 def tokens(vocab: int = VOCAB) -> list[Tensor]:
-    return list(torch.randint(3, vocab, (4, 2, 12), generator=torch.Generator().manual_seed(1)))
+    return list(torch.randint(3, vocab, (4, 2, 12), generator=seeded()))
 
 
 def ragged(side: str = "right") -> list[dict[str, Tensor]]:
     """Batches of unequal lengths, and with padding on one side of all rows but the first."""
     batches = []
     for seed, (rows, length) in enumerate(((2, 11), (3, 7), (1, 5), (2, 9))):
-        ids = torch.randint(3, VOCAB, (rows, length), generator=torch.Generator().manual_seed(seed))
+        ids = torch.randint(3, VOCAB, (rows, length), generator=seeded(seed))
         real = torch.arange(length) < torch.tensor([max(length - 3 * row, 2) for row in range(rows)])[:, None]
         real = real if side == "right" else real.flip(1)
         batches.append({"input_ids": ids.masked_fill(~real, 1), "attention_mask": real.long()})
     return batches
 
 
+def for_decoder(side: str) -> list[dict[str, Tensor]]:
+    return [{f"decoder_{name}": value for name, value in batch.items()} for batch in ragged(side)]
+
+
 def pairs() -> list[dict[str, Tensor]]:
     """For a decoder behind an encoder, each with padding of its own."""
-    decoder = [{f"decoder_{name}": value for name, value in batch.items()} for batch in ragged("left")]
-    return [{**batch, **other} for batch, other in zip(ragged(), decoder)]
+    return [{**batch, **other} for batch, other in zip(ragged(), for_decoder("left"))]
 
 
 def images() -> list[Tensor]:
-    return list(torch.randn(3, 4, 3, 12, 12, generator=torch.Generator().manual_seed(1)))
+    return list(torch.randn(3, 4, 3, 12, 12, generator=seeded()))
 
 
 def activations() -> list[Tensor]:
     """Batches of several lengths; of two of them the first number is positive."""
-    generator = torch.Generator().manual_seed(1)
+    generator = seeded()
     batches = [torch.randn(3, length, WIDTH, generator=generator) for length in (9, 7, 9, 5)]
     return [torch.cat([sign * x[..., :1].abs(), x[..., 1:]], -1) for sign, x in zip((-1, 1, 1, -1), batches)]
 
 
 def spectrograms() -> list[dict[str, Tensor]]:
-    decoder = [{f"decoder_{name}": value for name, value in batch.items()} for batch in ragged()]
-    generator = torch.Generator().manual_seed(1)
+    decoder, generator = for_decoder("right"), seeded()
     rows = [len(batch["decoder_input_ids"]) for batch in decoder]
     return [{"input_features": torch.randn(n, 8, 22, generator=generator), **x} for n, x in zip(rows, decoder)]
 
@@ -156,7 +162,7 @@ def images_in_texts(*shown: bool) -> list[dict[str, Tensor]]:
     """A batch for each of ``shown``: texts with an image of four tokens in each, or without."""
     batches = []
     for seed, has_images in enumerate(shown):
-        generator = torch.Generator().manual_seed(seed)
+        generator = seeded(seed)
         ids = torch.randint(3, IMAGE, (2, 10 + seed), generator=generator)
         batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         if has_images:
@@ -170,14 +176,13 @@ def images_in_texts(*shown: bool) -> list[dict[str, Tensor]]:
 
 def pictures() -> Result:
     """Images in the place of batches, and the processor that makes batches of them."""
-    pixels = torch.randint(0, 256, (9, 20, 16, 3), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
+    pixels = torch.randint(0, 256, (9, 20, 16, 3), generator=seeded(), dtype=torch.uint8)
     processor = hf.ViTImageProcessorPil(size={"height": 12, "width": 12})
     return {"data": list(pixels.numpy()), "processor": processor, "num_samples": 8}
 
 
 def sequences() -> list[dict[str, Tensor]]:
-    padding = [batch["attention_mask"] == 0 for batch in ragged()]
-    generator = torch.Generator().manual_seed(1)
+    padding, generator = [batch["attention_mask"] == 0 for batch in ragged()], seeded()
     return [{"src": torch.randn(*x.shape, WIDTH, generator=generator), "src_key_padding_mask": x} for x in padding]
 
 
@@ -344,11 +349,8 @@ def one_of_two(rank: int, name: str, method: Any, options: dict[str, Any]) -> No
 def stream(name: str, method: Any, **options: Any) -> Result:
     built(name).save_pretrained("dense")
     report = mts.sparsify_checkpoint("dense", "sparse", method, **with_data(name, options))
-    return {"report": without_times(report.as_dict()), "files": files_in(Path()), "verified": verified()}
-
-
-def verified() -> Result:
-    return printed(str(mts.verify("sparse")))
+    verified = printed(str(mts.verify("sparse")))
+    return {"report": without_times(report.as_dict()), "files": files_in(Path()), "verified": verified}
 
 
 def hooked(hook: Callable[[nn.Module], Any], name: str, method: Any, **options: Any) -> Result:
@@ -366,7 +368,7 @@ def written(name: str, method: Any, **options: Any) -> Result:
     mts.save(model, "sparse")
     results = {"files": files_in(Path()), "restored": result_of(mts.restore(built(name), "sparse"))}
     if Path("sparse/config.json").exists():
-        results |= {"loaded": result_of(mts.load("sparse")), "verified": verified()}
+        results |= {"loaded": result_of(mts.load("sparse")), "verified": printed(str(mts.verify("sparse")))}
     return {**results, "exported": result_of(mts.export(model))}
 
 
@@ -597,8 +599,7 @@ sparse llama: sparsegpt autocast=bfloat16; alps dtype=FLOAT64
 sparse llama: sparsegpt dtype=BFLOAT16 polish=2 reconstruct=1; wanda quality=balanced sequential=stage
 sparse llama: DEFAULT quality=fast; DEFAULT quality=balanced; DEFAULT quality=balanced pattern=0.5
 sparse llama: DEFAULT quality=best; sparsegpt permute=true; ria polish=true; alps update=false
-sparse llama: sparsegpt update=false; sparsegpt reconstruct=true; wanda reconstruct=NO_VECTORS
-sparse llama: wanda pattern=60%
+sparse llama: sparsegpt update=false; sparsegpt reconstruct=true; wanda reconstruct=NO_VECTORS; wanda pattern=60%
 sparse llama: wanda budget="60% zeros"; wanda rules=RULES; sparsegpt enforce=false
 sparse untied: wanda include='["*.1.*", "lm_head"]' exclude=*.o_proj
 sparse deep: sparsegpt sequential=stage permute=true reconstruct=2; alps sequential=none; wanda reconstruct=MOVE
@@ -624,8 +625,7 @@ sparse overwriting: sparsegpt; wanda sequential=stage; sparsegpt sequential=none
 sparse mixtral: sparsegpt min_tokens=30; sparsegpt experts=all_tokens; wanda experts=weight_only min_tokens=30
 sparse mixtral: sparsegpt memory_limit=400KB min_tokens=30; sparsegpt polish=2 reconstruct=1 min_tokens=8
 sparse mixtral: sparsegpt sequential=none min_tokens=30; alps sequential=stage min_tokens=30 reconstruct=1
-sparse mixtral: DEFAULT quality=balanced min_tokens=8; magnitude pattern=1:4
-sparse mixtral: wanda pattern=0.5 min_tokens=8
+sparse mixtral: DEFAULT quality=balanced min_tokens=8; magnitude pattern=1:4; wanda pattern=0.5 min_tokens=8
 sparse gpt-oss: sparsegpt min_tokens=8; wanda sequential=none experts=all_tokens; ria sequential=stage reconstruct=1
 sparse llama4: sparsegpt min_tokens=8; wanda sequential=none experts=all_tokens
 sparse jetmoe: sparsegpt min_tokens=8; wanda sequential=none experts=weight_only
@@ -777,8 +777,7 @@ def run_jobs(checkout: Path, results: Path, only: str) -> None:
 
 
 def children_time() -> float:
-    times = os.times()
-    return times.children_user + times.children_system
+    return os.times().children_user + os.times().children_system
 
 
 def start(checkout: Path, results: Path, only: str) -> Result:
@@ -815,8 +814,7 @@ def differing(other: Any, this: Any, words: bool = False) -> dict[str, tuple[str
 
 
 def differences(other: Any, this: Any, words: bool = False) -> list[str]:
-    sides = differing(other, this, words)
-    return [f"{path}: {there} there, {here} here" for path, (there, here) in sides.items()]
+    return [f"{path}: {there} there, {here} here" for path, (there, here) in differing(other, this, words).items()]
 
 
 def values_of(shown: str, side: Path) -> Tensor | None:
@@ -877,9 +875,7 @@ def main() -> None:
         wrong = {name: problems_of(name, result, this[name], folder) for name, result in other.items()}
     if not wrong:
         parser.error(f"no job has {chosen.only!r} in its name")
-    wording = {
-        name: differences(result, this[name], words=True) if chosen.words else [] for name, result in other.items()
-    }
+    wording = {name: differences(x, this[name], words=True) if chosen.words else [] for name, x in other.items()}
     short, long, width = [], [], max(map(len, wrong))
     for name, problems in wrong.items():
         same = this[name]["outcome"] if name in ACROSS and not problems else "same"

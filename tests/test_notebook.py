@@ -45,15 +45,12 @@ def _executed(folder: Path, *more: str) -> Any:
     return notebook
 
 
-def _printed(cell: Any) -> str:
-    return "".join(output.text for output in cell.outputs if output.get("name") == "stdout")
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Jupyter's packages
 def test_it_runs_and_finds_what_its_text_says(tmp_path):
     """Half of the weights are zero and stay so; a few steps with the teacher bring the model closer to it."""
-    found = json.loads(_printed(_executed(tmp_path, ASKED).cells[-1]))
+    outputs = _executed(tmp_path, ASKED).cells[-1].outputs
+    found = json.loads("".join(output.text for output in outputs if output.get("name") == "stdout"))
     assert found["zeros"] == 0.5
     assert found["layers"] == 42
     assert math.isfinite(found["perplexity"])

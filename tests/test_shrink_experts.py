@@ -54,6 +54,11 @@ def given(model: nn.Module) -> dict[str, Any]:
     return {"data_loader": [batch, batch], "progress": False}
 
 
+def cut(model: nn.Module, data: list[Any], **options: Any) -> Any:
+    """Shrink -> what the report says of it."""
+    return mts.report(mts.shrink(model, data_loader=data, progress=False, **options)).shrunk
+
+
 def output(model: nn.Module, batch: Any) -> Tensor:
     with torch.no_grad():
         return flat_tensors(model(**batch))[0]
@@ -106,8 +111,7 @@ def test_a_smaller_mixture_is_the_whole_one_that_never_chooses_the_others(tmp_pa
     """Before and after stock transformers has written and read it."""
     model = mixture_of(name)
     whole, batch = copy.deepcopy(model), batch_of(model)
-    mts.shrink(model, experts=0.25, refit=False, **given(model))
-    shrunk: Any = mts.report(model).shrunk
+    shrunk = cut(model, [batch, batch], experts=0.25, refit=False)
     assert {(old, new) for old, new in shrunk.sizes.values()} - {(1, 0)} == {(8, 6) if name in GROUPED else (4, 3)}
     small = output(model, batch)
     with without_experts(whole, model, shrunk.kept["experts"]):
@@ -134,8 +138,7 @@ def test_groups_keep_as_many_experts_each():
     """Of 2 groups of 4 experts 3 stay in each, and the small model is the whole one without the others."""
     model, whole = GROUPED_GLM(), GROUPED_GLM()
     batches = [{"input_ids": torch.randint(3, 50, (2, 16), generator=torch.Generator().manual_seed(i))} for i in (0, 1)]
-    mts.shrink(model, experts=2, criterion="frequency", refit=False, data_loader=batches, progress=False)
-    shrunk: Any = mts.report(model).shrunk
+    shrunk = cut(model, batches, experts=2, criterion="frequency", refit=False)
     for kept in shrunk.kept["experts"].values():
         assert [sum(start <= expert < start + 4 for expert in kept) for start in (0, 4)] == [3, 3]
     with without_experts(whole, model, shrunk.kept["experts"]):
@@ -193,8 +196,7 @@ def test_criteria_are_sums_over_routed_tokens(criterion, tmp_path):
     real[1][1, 5:] = False
     batches[1]["attention_mask"] = real[1].long()
     tokens = routed_tokens(model, batches, real)
-    mts.shrink(model, experts=1, criterion=criterion, refit=False, data_loader=batches, progress=False)
-    shrunk: Any = mts.report(model).shrunk
+    shrunk = cut(model, batches, experts=1, criterion=criterion, refit=False)
     for name, of_layer in tokens.items():
         own: dict[int, list[tuple[float, float]]] = {expert: [] for expert in range(EXPERTS)}
         for experts, gates, outputs in of_layer:
@@ -233,8 +235,7 @@ def test_gates_inside_of_experts_count_once():
         scores, _ = module.router(seen[name])
         rows = (seen[name].expand(len(scores.T), -1, -1) * scores.T[..., None]).flatten(0, 1)
         shares[name] = module.experts(rows).view(len(scores.T), *seen[name].shape).double(), scores > 0
-    mts.shrink(model, experts=1, refit=False, **given(model))
-    shrunk: Any = mts.report(model).shrunk
+    shrunk = cut(model, [batch, batch], experts=1, refit=False)
     assert shrunk.kept["experts"].keys() == shares.keys()
     for name, (outputs_ETR, routed_TE) in shares.items():
         wanted = outputs_ETR.norm(dim=-1).sum(-1) / routed_TE.sum(0).clamp_min(1)
@@ -309,16 +310,14 @@ def test_refit_is_least_squares_expert_by_expert(name):
     matrices = adapter.matrix(module, old).double().clone()
     assert before == pytest.approx(float(slow[3][0].square().sum()) / sizes[3], rel=1e-4)
     for expert in [*range(EXPERTS)] * 2:
-        x, r = (
-            torch.cat(each) for each in zip(*((rows[expert][1], lacks[rows[expert][0]]) for lacks, rows in slow[:3]))
-        )
+        x = torch.cat([rows[expert][1] for _, rows in slow[:3]])
+        r = torch.cat([lacks[rows[expert][0]] for lacks, rows in slow[:3]])
         token, judging = slow[3][1][expert]
         tried = [(slow[3][0][token].square().sum(), torch.zeros_like(matrices[expert]))]
         for damping in (1e-3, 1e-2, 1e-1, 1.0):
             ridge = (damping * x.square().sum() / x.shape[1]).sqrt() * torch.eye(x.shape[1], dtype=torch.float64)
-            change = torch.linalg.lstsq(
-                torch.cat([x, ridge]), torch.cat([r, r.new_zeros(len(ridge), r.shape[1])])
-            ).solution.T
+            goal = torch.cat([r, r.new_zeros(len(ridge), r.shape[1])])
+            change = torch.linalg.lstsq(torch.cat([x, ridge]), goal).solution.T
             tried.append(((slow[3][0][token] - judging @ change.T).square().sum(), change))
         _, change = min(tried, key=lambda pair: pair[0])
         matrices[expert] += change
@@ -343,9 +342,8 @@ def test_refit_brings_predictions_closer(name):
     whole, plain = copy.deepcopy(model), copy.deepcopy(model)
     generator = torch.Generator().manual_seed(0)
     data = [{"input_ids": torch.randint(3, 50, (4, 12), generator=generator)} for _ in range(24)]
-    mts.shrink(plain, experts=1, refit=False, data_loader=data, progress=False)
-    mts.shrink(model, experts=1, data_loader=data, progress=False)
-    kl = mts.report(model).shrunk.kl  # pyright: ignore[reportOptionalMemberAccess]
+    cut(plain, data, experts=1, refit=False)
+    kl = cut(model, data, experts=1).kl
     assert kl["refit"] < kl["as is"]
     now = model.state_dict()
     others = {key for key, value in plain.state_dict().items() if not torch.equal(value, now[key])}
@@ -382,13 +380,11 @@ def test_what_a_report_kept_is_taken_back(tmp_path):
 @pytest.mark.parametrize("criterion", ["reap", "frequency"])
 def test_protected_experts_stay(criterion):
     """Those that would go first, in the mixture that is named; the other mixture is what it was."""
-    data = {"data_loader": mixtral_data(), "criterion": criterion, "refit": False, "progress": False}
-    free = mts.shrink(MODELS["mixtral"](), experts=1, **data)
-    first, second = mts.report(free).shrunk.kept["experts"].items()  # pyright: ignore[reportOptionalMemberAccess]
+    options = {"experts": 1, "criterion": criterion, "refit": False}
+    first, second = cut(MODELS["mixtral"](), mixtral_data(), **options).kept["experts"].items()
     (gone,) = {*range(EXPERTS)} - {*first[1]}
     for glob in ("model.layers.0.mlp", "*.0.mlp.experts*", first[0]):
-        model = mts.shrink(MODELS["mixtral"](), experts=1, protect={glob: [gone, gone]}, **data)
-        kept = mts.report(model).shrunk.kept["experts"]  # pyright: ignore[reportOptionalMemberAccess]
+        kept = cut(MODELS["mixtral"](), mixtral_data(), protect={glob: [gone, gone]}, **options).kept["experts"]
         assert gone in kept[first[0]] != first[1]
         assert len(kept[first[0]]) == EXPERTS - 1
         assert kept[second[0]] == second[1]
@@ -413,8 +409,7 @@ def test_the_written_config_holds_the_number_under_every_name(tmp_path):
 
 def test_experts_and_blocks_go_together_and_are_tuned():
     model: Any = MODELS["mixtral"]()
-    mts.shrink(model, experts=1, blocks=1, data_loader=mixtral_data(), reconstruct=1, progress=False)
-    shrunk: Any = mts.report(model).shrunk
+    shrunk = cut(model, mixtral_data(), experts=1, blocks=1, reconstruct=1)
     assert shrunk.sizes == {"num_local_experts": [4, 3], "num_hidden_layers": [2, 1]}
     assert len(model.model.layers) == 1
     assert model.model.layers[0].mlp.experts.down_proj.shape[0] == 3

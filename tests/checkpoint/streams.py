@@ -16,7 +16,7 @@ import modelopt_sparse as mts
 from modelopt_sparse.checkpoint.streamed import Streamed
 from modelopt_sparse.methods.scores import Wanda
 from modelopt_sparse.model.hf import model_class
-from tests.helpers import assert_alike, token_batches
+from tests.helpers import assert_alike, assert_bits, token_batches
 from tests.models.tiny import VOCAB
 
 
@@ -57,21 +57,15 @@ def weights(folder: Path) -> dict[str, Tensor]:
 
 def assert_same_folders(one: Path, other: Path) -> None:
     """Equal tensors to the bit, under equal names; equal bytes of masks, equal configs; and both are whole."""
-    a, b = (
-        {name: x for path in sorted(folder.glob("model*.safetensors")) for name, x in load_file(path).items()}
-        for folder in (one, other)
-    )
+    a, b = weights(one), weights(other)
     assert a.keys() == b.keys()
     for name in a:
-        assert (a[name].dtype, a[name].shape) == (b[name].dtype, b[name].shape), name
-        assert torch.equal(*(x[name].flatten().view(torch.uint8) for x in (a, b))), name
+        assert_bits(a[name], b[name])
     masks = "sparsity_masks.safetensors"
     assert (one / masks).read_bytes() == (other / masks).read_bytes()
     for name in ("config.json", "generation_config.json"):
-        assert (one / name).is_file() == (other / name).is_file()
-        assert not (one / name).is_file() or json.loads((one / name).read_text()) == json.loads(
-            (other / name).read_text()
-        )
+        here, there = (json.loads((x / name).read_text()) if (x / name).is_file() else None for x in (one, other))
+        assert here == there
     if mts.report(one).layers:  # else nothing is sparse
         assert str(mts.verify(one)) == str(mts.verify(other))
 

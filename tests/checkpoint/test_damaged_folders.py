@@ -15,25 +15,17 @@ import modelopt_sparse as mts
 from modelopt_sparse.checkpoint import folder as format
 from modelopt_sparse.checkpoint.folder import DESCRIPTION, MASKS
 from tests.checkpoint.folders import MODELS, WEIGHT, relist, replace_masks, rewrite, scrambled, sparse
+from tests.faults.faulty import flip
 from tests.helpers import assert_bits, assert_same_state, refused, state_of, tiny_llama
 from tests.models.tiny import tiny_gpt2
 
+WIDER = "'model.layers.1.mlp.down_proj.weight' has shape [32, 64] there and [32, 96] in the model"
+HIGHER = "'model.layers.0.mlp.gate_proj.weight' has shape [64, 32] there and [96, 32] in the model"
+NO_PLACE = "'model.layers.1.input_layernorm.weight' has no place in the model"
 OTHER_SIZES = [
-    (
-        {"intermediate_size": 96},
-        [
-            "'model.layers.1.mlp.down_proj.weight' has shape [32, 64] there and [32, 96] in the model",
-            "'model.layers.0.mlp.gate_proj.weight' has shape [64, 32] there and [96, 32] in the model",
-        ],
-    ),
+    ({"intermediate_size": 96}, [WIDER, HIGHER]),
     ({"num_hidden_layers": 3}, ["'model.layers.2.input_layernorm.weight' of the model is not"]),
-    (
-        {"num_hidden_layers": 1},
-        [
-            "'model.layers.1.input_layernorm.weight' has no place in the model",
-            "mask 'model.layers.1.mlp.up_proj.weight' fits no parameter of the model",
-        ],
-    ),
+    ({"num_hidden_layers": 1}, [NO_PLACE, "mask 'model.layers.1.mlp.up_proj.weight' fits no parameter of the model"]),
 ]
 
 
@@ -47,12 +39,10 @@ def test_restore_onto_another_class(saved):
     sizes = {**{name: getattr(tiny_llama().config, name) for name in names}, "num_attention_heads": 4}
     config = MistralConfig(**sizes, num_key_value_heads=2, head_dim=8, tie_word_embeddings=True)
     same_tensors = MistralForCausalLM(config)
-    assert {k: v.shape for k, v in same_tensors.state_dict().items()} == {
-        k: v.shape for k, v in tiny_llama().state_dict().items()
-    }
-    message = refused(
-        mts.restore, same_tensors, saved("llama"), parts=["cannot be restored into this MistralForCausalLM"]
-    )
+    shapes = [{k: v.shape for k, v in each.state_dict().items()} for each in (same_tensors, tiny_llama())]
+    assert shapes[0] == shapes[1]
+    part = "cannot be restored into this MistralForCausalLM"
+    message = refused(mts.restore, same_tensors, saved("llama"), parts=[part])
     assert message.endswith(": it holds a LlamaForCausalLM, the model is a MistralForCausalLM")
 
 
@@ -67,9 +57,8 @@ def test_restore_onto_another_dtype(saved):
     mts.restore(model.to(torch.float32), saved("llama"))
     one = tiny_llama()
     one.model.norm.bfloat16()
-    refused(
-        mts.restore, one, saved("llama"), match=r"^[^\n]*: torch.float32 there and [^:]*: 'model.norm.weight'; conv"
-    )
+    of_norm = r"^[^\n]*: torch.float32 there and [^:]*: 'model.norm.weight'; conv"
+    refused(mts.restore, one, saved("llama"), match=of_norm)
 
 
 def test_restore_onto_a_model_without_the_ties(tmp_path):
@@ -94,13 +83,7 @@ def cut(name: str, length: int) -> Callable[[Path], object]:
 
 def flipped(name: str, where: float) -> Callable[[Path], None]:
     """One bit, at a share of the file's length."""
-
-    def change(folder: Path) -> None:
-        content = bytearray((folder / name).read_bytes())
-        content[int(len(content) * where)] ^= 1
-        (folder / name).write_bytes(content)
-
-    return change
+    return lambda folder: flip(str(folder / name), where)
 
 
 def edited(old: str, new: str) -> Callable[[Path], object]:
@@ -117,6 +100,11 @@ def edited(old: str, new: str) -> Callable[[Path], object]:
 def described(change: Callable[[dict], object]) -> Callable[[Path], None]:
     """Edited by somebody who knows the format."""
     return lambda folder: rewrite(folder, change)
+
+
+def entry(**changes: object) -> Callable[[Path], None]:
+    """What is said of a mask."""
+    return described(lambda description: description["masks"][WEIGHT].update(changes))
 
 
 def masked(change: Callable[[dict[str, Tensor]], None]) -> Callable[[Path], None]:
@@ -141,6 +129,8 @@ NO_FORMAT = "sparsity.json' is truncated, edited or of another format"
 EDITED = "has been edited since it was saved (its checksum differs)"
 NOT_ASKED_FOR = "sparsity.json' does not hold what its format asks for"
 NO_BITS = f"mask '{WEIGHT}' does not hold the bits of shape"
+NOT_ZERO = f"weight '{WEIGHT}' is not zero in 512 places where its mask is False"
+NOT_OURS = "weight file 'model.safetensors' does not belong to the folder"
 NEWER = '{"format": "modelopt_sparse", "format_version": 3, "unheard": "of"}'
 DAMAGED: list[tuple[Callable[[Path], object], str]] = [
     *((lambda f, name=name: (f / name).unlink(), f"file '{name}' is missing") for name in ("model.safetensors", MASKS)),
@@ -161,40 +151,22 @@ DAMAGED: list[tuple[Callable[[Path], object], str]] = [
     (written(DESCRIPTION, NEWER), "has format version 3, above 2: update modelopt_sparse"),
     (described(lambda d: d.pop("files")), f"{NOT_ASKED_FOR}: KeyError('files')"),
     (described(lambda d: d.update(masks=[])), NOT_ASKED_FOR),
-    (described(lambda d: d["masks"][WEIGHT].update(shape="wide")), NOT_ASKED_FOR),
+    (entry(shape="wide"), NOT_ASKED_FOR),
     (described(lambda d: d["report"]["layers"][0].update(unknown=1)), NOT_ASKED_FOR),
     (described(lambda d: d["files"].pop(MASKS)), f"sparsity.json does not list '{MASKS}'"),
-    (
-        described(lambda d: d["files"].pop("model.safetensors")),
-        "weight file 'model.safetensors' does not belong to the folder",
-    ),
+    (described(lambda d: d["files"].pop("model.safetensors")), NOT_OURS),
     (described(lambda d: d["masks"].pop(WEIGHT)), f"mask '{WEIGHT}' is in {MASKS} and not in sparsity.json"),
-    (
-        described(lambda d: d["masks"].update(other=d["masks"][WEIGHT])),
-        f"mask 'other' is in sparsity.json and not in {MASKS}",
-    ),
-    (described(lambda d: d["masks"][WEIGHT].update(kept=3)), f"mask '{WEIGHT}' keeps 512 weights, not 3"),
-    (described(lambda d: d["masks"][WEIGHT].update(shape=[32, 40])), f"{NO_BITS} [32, 40]"),
-    (
-        described(lambda d: d["masks"][WEIGHT].update(shape=[-1, 32])),
-        f"{NOT_ASKED_FOR}: ValueError('a mask has the shape [-1, 32]')",
-    ),
-    (
-        described(lambda d: d["masks"][WEIGHT].update(shape=[1024])),
-        f"mask '{WEIGHT}' has shape [1024], its weight [32, 32]",
-    ),
+    (described(lambda d: d["masks"].update(x=d["masks"][WEIGHT])), f"mask 'x' is in sparsity.json and not in {MASKS}"),
+    (entry(kept=3), f"mask '{WEIGHT}' keeps 512 weights, not 3"),
+    (entry(shape=[32, 40]), f"{NO_BITS} [32, 40]"),
+    (entry(shape=[-1, 32]), f"{NOT_ASKED_FOR}: ValueError('a mask has the shape [-1, 32]')"),
+    (entry(shape=[1024]), f"mask '{WEIGHT}' has shape [1024], its weight [32, 32]"),
     (described(lambda d: d["files"].update({"../x": d["files"][MASKS]})), "file name '../x' leads out of the folder"),
-    (
-        described(lambda d: d["files"].update({"/etc/hosts": d["files"][MASKS]})),
-        "file name '/etc/hosts' leads out of the folder",
-    ),
+    (described(lambda d: d["files"].update({"/x": d["files"][MASKS]})), "file name '/x' leads out of the folder"),
     (masked(lambda m: m.update({WEIGHT: m[WEIGHT][:-1].clone()})), NO_BITS),
     (masked(lambda m: m.update({WEIGHT: m[WEIGHT].to(torch.int32)})), NO_BITS),
     (masked(lambda m: m.update({WEIGHT: m[WEIGHT] & 0})), f"mask '{WEIGHT}' keeps 0 weights, not 512"),
-    (
-        masked(lambda m: m.update({WEIGHT: ~m[WEIGHT]})),
-        f"weight '{WEIGHT}' is not zero in 512 places where its mask is False",
-    ),
+    (masked(lambda m: m.update({WEIGHT: ~m[WEIGHT]})), NOT_ZERO),
     (masked(lambda m: m.update({"x": m.pop(WEIGHT)})), f"mask 'x' is in {MASKS} and not in sparsity.json"),
     (listed(MASKS, b"\x80\x04pickled"), f"file '{MASKS}' cannot be read"),
     (listed("model.safetensors", b"\x80\x04pickled"), "model.safetensors' is missing, truncated or damaged"),
@@ -212,8 +184,7 @@ def test_folders_damaged_or_made_to_mislead(broken, change, reason):
 
 def test_a_path_that_leads_out_is_not_even_read(broken, monkeypatch):
     folder = broken("llama")
-    secret = folder.parent / "secret"
-    secret.write_bytes(b"x" * 10)
+    (folder.parent / "secret").write_bytes(b"x" * 10)
     rewrite(folder, lambda d: d["files"].update({"../secret": {"size": 10, "sha256": "0"}}))
     read = []
     original = format.file_hash
@@ -227,8 +198,7 @@ def test_a_single_nonzero_under_the_mask(broken, name):
     folder = broken(name)
     key, mask = next(iter(mts.named_masks(sparse(name))))
     weights = load_file(folder / "model.safetensors")
-    place = (~mask).nonzero()[7]
-    weights[key][tuple(place)] = 1e-30
+    weights[key][tuple((~mask).nonzero()[7])] = 1e-30
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     relist(folder, "model.safetensors")
     reason = f"weight '{key}' is not zero in 1 places where its mask is False"
@@ -324,8 +294,7 @@ def into_inference() -> nn.Module:
 
 def into_a_forward_of_its_own() -> nn.Module:
     model = tiny_llama()
-    module = model.get_submodule(WEIGHT.removesuffix(".weight"))
-    module.forward = lambda x: x
+    model.get_submodule(WEIGHT.removesuffix(".weight")).forward = lambda x: x
     return model
 
 
@@ -384,18 +353,13 @@ def test_a_tensor_that_is_extra_state_comes_back(tmp_path):
 @pytest.mark.parametrize("member", ["parallel", "factorized", "doped"])
 def test_a_model_that_sparse_ift_has_rewritten_says_so(tmp_path, member, capfd):
     """Nothing is said of new weights that would have to be trained."""
-    model = mts.training.sparse_ift(tiny_llama(), 0.5, member=member).model
-    mts.save(model, tmp_path / "out")
+    mts.save(mts.training.sparse_ift(tiny_llama(), 0.5, member=member).model, tmp_path / "out")
     advice = "its layers were rewritten by sparse_ift: build the model, sparse_ift(model, ...) as before, and restore"
-    refused(mts.restore, tiny_llama(), tmp_path / "out", parts=[advice])
-    with pytest.raises(ValueError, match=re.escape(advice)):
-        mts.load(tmp_path / "out")
-    with pytest.raises(ValueError, match=re.escape(f"{advice}, and verify that")):
-        mts.verify(tmp_path / "out")
+    assert "fits no parameter" not in refused(mts.restore, tiny_llama(), tmp_path / "out", parts=[advice])
+    for read, words in ((mts.load, advice), (mts.verify, f"{advice}, and verify that")):
+        with pytest.raises(ValueError, match=re.escape(words)):
+            read(tmp_path / "out")
     assert "newly initialized" not in "".join(capfd.readouterr())
-    with pytest.raises(ValueError, match="rewritten by sparse_ift") as failed:
-        mts.restore(tiny_llama(), tmp_path / "out")
-    assert "fits no parameter" not in str(failed.value)
     mts.restore(mts.training.sparse_ift(tiny_llama(), 0.5, member=member).model, tmp_path / "out")
 
 

@@ -342,7 +342,7 @@ def shard_of(folder: Path, block: int) -> Path:
 
 
 BROKEN = {
-    "remove": faulty.remove,
+    "remove": Path.unlink,
     "truncate": faulty.truncate,
     "header": lambda file: faulty.flip(file, 1),  # its length
     "dtype": lambda file: faulty.flip(file, place_of(file, b'"F32"') + 3),  # of numbers
@@ -362,24 +362,18 @@ def test_a_shard_that_is_broken_before_the_start(tmp_path, copied, damage):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dense"]
 
 
-@pytest.mark.parametrize(
-    ("damage", "when", "done", "text"),
-    [
-        ("remove", "started.json", 0, "has changed since the run started: "),  # before the model is built
-        ("remove", "block-00001.json", 2, "has changed since the run started: "),
-        ("truncate", "block-00001.json", 2, "has changed since the run started: "),
-        ("flip", "block-00001.json", 2, "has changed since the run started: "),
-    ],
-)
-def test_a_shard_that_is_broken_while_the_run_goes_on(world, target, copied, damage, when, done, text):
+# where no block is done: before the model is built
+@pytest.mark.parametrize(("damage", "done"), [("remove", 0), ("remove", 2), ("truncate", 2), ("flip", 2)])
+def test_a_shard_that_is_broken_while_the_run_goes_on(world, target, copied, damage, done):
     """The fourth block lies in that file. Put right, the run goes on."""
+    when = "block-00001.json" if done else "started.json"
     shard = shard_of(copied, 3)
     whole = shard.read_bytes()
     given = {**world.given(target), "source": copied}
     fault = {"what": damage, "file": str(shard)}
     code, found = world.runs.run("stream", given, files=str(target), at=f"*/{when}", fault=fault)
     assert code == 1
-    assert text in found["error"], found
+    assert "has changed since the run started: " in found["error"], found
     assert found["error"].split(": ")[1].startswith(f"'{shard}'")
     assert "put it back, and start again" in found["error"]
     assert assert_plain(world, target) == done
@@ -393,10 +387,10 @@ def test_a_finished_shard_that_disappears_while_the_run_goes_on(world, target):
     fault = {"what": "remove", "file": str(shard)}
     code, found = world.runs.run("stream", world.given(target), files=str(target), at="*/report.json", fault=fault)
     assert code == 1
-    assert (
-        f"is damaged: 'folder/{shard.name}' is not as block 'model.layers.0' left it: give another target, or overwrite"
-        in (found["error"])
+    damaged = (
+        f"is damaged: 'folder/{shard.name}' is not as block 'model.layers.0' left it: give another target, or over"
     )
+    assert damaged in found["error"]
     assert assert_plain(world, target) == BLOCKS
     code, found = world.runs.run("stream", {**world.given(target), "overwrite": True})
     assert (code, found.get("notes")) == (0, [])

@@ -17,8 +17,7 @@ from tests.models.tiny import tiny_mixtral
 def mixtral(tmp_path) -> tuple[nn.Module, Path]:
     model = mts.sparsify(tiny_mixtral(), "magnitude", pattern="2:4", include="*self_attn*")
     expert = "model.layers.1.mlp.experts.gate_up_proj"  # fused weights can carry a mask as well
-    weight = model.get_parameter(expert)
-    mts.set_mask(model, expert, mts.NM(2, 4).mask(weight.detach().abs()))
+    mts.set_mask(model, expert, mts.NM(2, 4).mask(model.get_parameter(expert).detach().abs()))
     mts.save(model, tmp_path / "mixtral")
     stored = set(load_file(tmp_path / "mixtral" / "model.safetensors"))
     assert stored.isdisjoint({expert})
@@ -40,24 +39,12 @@ def test_names_that_differ_on_disk(mixtral):
 
 def test_names_that_differ_on_disk_and_a_model_that_does_not_fit(mixtral):
     _, folder = mixtral
-    refused(
-        mts.restore,
-        tiny_mixtral(num_hidden_layers=3),
-        folder,
-        parts=["'model.layers.2.mlp.experts.down_proj' of the model is not in"],
-    )
-    refused(
-        mts.restore,
-        tiny_mixtral(num_hidden_layers=1),
-        folder,
-        parts=["mask 'model.layers.1.mlp.experts.gate_up_proj' fits no parameter"],
-    )
-    refused(
-        mts.restore,
-        tiny_mixtral(intermediate_size=64),
-        folder,
-        parts=["has shape [4, 96, 32] there and [4, 128, 32] in the model"],
-    )
+    for sizes, part in (
+        ({"num_hidden_layers": 3}, "'model.layers.2.mlp.experts.down_proj' of the model is not in"),
+        ({"num_hidden_layers": 1}, "mask 'model.layers.1.mlp.experts.gate_up_proj' fits no parameter"),
+        ({"intermediate_size": 64}, "has shape [4, 96, 32] there and [4, 128, 32] in the model"),
+    ):
+        refused(mts.restore, tiny_mixtral(**sizes), folder, parts=[part])
 
 
 def test_names_that_differ_on_disk_and_an_expert_that_is_missing(mixtral):

@@ -19,12 +19,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import modelopt_sparse as mts
 from modelopt_sparse.checkpoint import packed as form
-from modelopt_sparse.checkpoint.folder import DESCRIPTION, MASKS, pack_mask, write_masks
+from modelopt_sparse.checkpoint.folder import DESCRIPTION, MASKS, pack_mask, unpack_mask, write_masks
 from modelopt_sparse.checkpoint.packed import PackedFile, pack_files, unpack_files
 from modelopt_sparse.checkpoint.save import add_masks
-from tests.checkpoint.folders import MODELS, WEIGHT, describe, relist, scrambled, sparse
+from tests.checkpoint.folders import MODELS, WEIGHT, describe, relist, replace_masks, scrambled, sparse
 from tests.checkpoint.streams import Stopping, batches, streamed
 from tests.checkpoint.streams import saved as dense
+from tests.faults.faulty import flip
 from tests.helpers import TESTBED, assert_bits, assert_same_state, refused, state_of, tiny_llama, token_batches
 from tests.models.expert_models import MODELS as MIXTURES
 
@@ -55,6 +56,29 @@ def packed(saved, tmp_path) -> Callable[[str], Path]:
         return tmp_path / f"packed-{name}"
 
     return folder
+
+
+# masks as bits --------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(0, 5), max_size=3), st.integers(0, 2**31))
+@settings(max_examples=60, deadline=None)
+def test_entry_8k_plus_i_goes_into_bit_i_of_byte_k_and_back(shape, seed):
+    """What is behind the end is 0."""
+    mask = torch.rand(shape, generator=torch.Generator().manual_seed(seed)) < 0.5
+    packed = pack_mask(mask)
+    flat = mask.flatten().tolist()
+    assert packed.dtype == torch.uint8
+    assert [bool(byte >> i & 1) for byte in packed.tolist() for i in range(8)] == flat + [False] * (-len(flat) % 8)
+    restored = unpack_mask(packed, tuple(shape))
+    assert restored.dtype == torch.bool
+    assert torch.equal(restored, mask)
+
+
+def test_by_hand_and_of_a_mask_that_is_not_contiguous():
+    mask = torch.tensor([[1, 0, 1], [0, 0, 1]], dtype=torch.bool)
+    assert pack_mask(mask.T).tolist() == [0b00110001]  # 1 0, 0 0, 1 1
+    assert pack_mask(torch.tensor([1, 1, 0, 0, 1, 0, 1, 0, 0, 1]).bool()).tolist() == [0b01010011, 0b00000010]
 
 
 # there and back -------------------------------------------------------------------------------------------------------
@@ -93,8 +117,7 @@ def test_the_bits_of_experts_are_those_of_the_mask_of_their_layer(name, tmp_path
     with safe_open(packed / PACKED, framework="pt") as file:
         places = json.loads(file.metadata()["packed"])["places"]
         assert not [key for key in file.keys() if key.endswith(".bits")]  # noqa: SIM118 - not a mapping
-    masks = describe(packed)["masks"]
-    assert {place[0] for place in places.values()} == set(masks)
+    assert {place[0] for place in places.values()} == set(describe(packed)["masks"])
     assert_same_state(mts.load(packed), state_of(model))
 
 
@@ -222,11 +245,6 @@ def test_options_of_load(tmp_path):
     assert mts.load(folder, config=config).config.rms_norm_eps == 0.1
 
 
-def test_plain_from_pretrained_refuses_it(packed):
-    with pytest.raises(OSError, match=r"no file named model\.safetensors"):
-        AutoModelForCausalLM.from_pretrained(packed("llama"))
-
-
 def test_one_weight_at_a_time_is_unpacked(packed, monkeypatch):
     """Restored: the tensor before is let go when the next one is unpacked."""
     folder, alive, most = packed("bfloat16"), [], []
@@ -277,14 +295,14 @@ def test_what_is_refused(saved, packed, tmp_path):
             call(place, folder if call is mts.pack else saved("llama"))
     with pytest.raises(ValueError, match="is packed by other masks: unpack it"):
         add_masks(sparse("llama"), folder)
+    with pytest.raises(OSError, match=r"no file named model\.safetensors"):
+        AutoModelForCausalLM.from_pretrained(folder)
     assert not (tmp_path / "out").exists()
 
 
 def test_a_damaged_folder_is_not_packed(broken, tmp_path):
     folder = broken("llama")
-    data = bytearray((folder / "model.safetensors").read_bytes())
-    data[-3] ^= 1
-    (folder / "model.safetensors").write_bytes(data)
+    flip(str(folder / "model.safetensors"), 0.99)
     with pytest.raises(ValueError, match=r"is damaged: file 'model.safetensors' has changed since it was saved"):
         mts.pack(folder, tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -411,22 +429,21 @@ def test_all_shards_that_are_broken_stand_in_one_error(tmp_path):
     refused(mts.restore, tiny_llama(), tmp_path / "packed", parts=[path.name for path in paths])
 
 
-@pytest.mark.parametrize("masks", ["too long", "too short", "one bit more", "not listed"])
-def test_masks_that_do_not_fit_are_refused(packed, masks):
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda masks: masks.update({WEIGHT: torch.cat([masks[WEIGHT], masks[WEIGHT][:1]])}),
+        lambda masks: masks.update({WEIGHT: masks[WEIGHT][1:].clone()}),
+        lambda masks: masks.update({WEIGHT: pack_mask(torch.ones(1024, dtype=torch.bool))}),
+        lambda masks: masks.pop(WEIGHT),
+    ],
+    ids=["too long", "too short", "one bit more", "not listed"],
+)
+def test_masks_that_do_not_fit_are_refused(packed, change):
     folder = packed("llama")
-    found = load_file(folder / MASKS)
-    if masks == "too long":
-        found[WEIGHT] = torch.cat([found[WEIGHT], found[WEIGHT][:1]])
-    elif masks == "too short":
-        found[WEIGHT] = found[WEIGHT][1:].clone()
-    elif masks == "one bit more":
-        found[WEIGHT] = pack_mask(torch.ones(1024, dtype=torch.bool))
-    else:
-        del found[WEIGHT]
-    save_file(found, folder / MASKS)
+    replace_masks(folder, change)
     relist(folder, MASKS)
-    message = refused(mts.restore, tiny_llama(), folder, parts=[WEIGHT])
-    assert "mask" in message
+    refused(mts.restore, tiny_llama(), folder, parts=[WEIGHT, "mask"])
     with pytest.raises(ValueError, match=WEIGHT):
         mts.load(folder)
 
@@ -462,26 +479,28 @@ def test_plain_weights_beside_packed_ones_are_refused(packed, saved):
 # streaming ------------------------------------------------------------------------------------------------------------
 
 
-def as_packed(plain: Path, folder: Path) -> dict[str, bytes]:
-    """The files of a packed copy, but for the description, which tells times."""
-    mts.pack(plain, folder)
+def timeless(folder: Path) -> dict[str, bytes]:
+    """The files of a folder, but for the description, which tells times."""
     return {name: content for name, content in files_of(folder).items() if name != DESCRIPTION}
+
+
+def as_packed(plain: Path, folder: Path) -> dict[str, bytes]:
+    """The files of a packed copy."""
+    mts.pack(plain, folder)
+    return timeless(folder)
 
 
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
 def test_streaming_writes_packed_folders(name, tmp_path):
     """What `pack` makes of the plain target; and `unpack` gives that."""
-    make = tiny_llama if name == "llama" else MIXTURES[name]
-    source = dense(tmp_path / "dense", make)
+    source = dense(tmp_path / "dense", tiny_llama if name == "llama" else MIXTURES[name])
     data = {"data_loader": batches(), "min_tokens": 1} if name == "llama" else {}
     method = "wanda" if name == "llama" else "magnitude"
     streamed(source, tmp_path / "plain", method, **data)
     streamed(source, tmp_path / "packed", method, packed=True, **data)
-    found = {name: content for name, content in files_of(tmp_path / "packed").items() if name != DESCRIPTION}
-    assert found == as_packed(tmp_path / "plain", tmp_path / "again")
+    assert timeless(tmp_path / "packed") == as_packed(tmp_path / "plain", tmp_path / "again")
     mts.unpack(tmp_path / "packed", tmp_path / "unpacked")
-    plain, unpacked = files_of(tmp_path / "plain"), files_of(tmp_path / "unpacked")
-    assert {**plain, DESCRIPTION: b""} == {**unpacked, DESCRIPTION: b""}
+    assert timeless(tmp_path / "plain") == timeless(tmp_path / "unpacked")
     assert describe(tmp_path / "plain")["files"] == describe(tmp_path / "unpacked")["files"]
 
 
@@ -498,8 +517,7 @@ def test_a_stopped_run_goes_on_packed(tmp_path):
     report = mts.sparsify_checkpoint(source, tmp_path / "sparse", Stopping(0), packed=True, **options)
     assert report.notes == ["1 of 3 blocks were reused from a stopped run"]
     mts.sparsify_checkpoint(source, tmp_path / "plain", Stopping(0), **options)
-    found = {name: content for name, content in files_of(tmp_path / "sparse").items() if name != DESCRIPTION}
-    assert found == as_packed(tmp_path / "plain", tmp_path / "again")
+    assert timeless(tmp_path / "sparse") == as_packed(tmp_path / "plain", tmp_path / "again")
 
 
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
@@ -513,8 +531,7 @@ def test_a_packed_folder_is_a_source_of_streaming(name, tmp_path):
     data = {"data_loader": batches()} if name == "llama" else {}
     for folder in (source, tmp_path / "packed"):
         streamed(folder, tmp_path / f"of-{folder.name}", "wanda" if data else "magnitude", **data)
-    found, expected = (files_of(tmp_path / name) for name in ("of-packed", "of-dense"))
-    assert {**found, DESCRIPTION: b""} == {**expected, DESCRIPTION: b""}
+    assert timeless(tmp_path / "of-packed") == timeless(tmp_path / "of-dense")
     smaller = {"mlp": 0.25, "data_loader": token_batches(2), "progress": False}
     if name == "llama":
         for folder in (source, tmp_path / "packed"):

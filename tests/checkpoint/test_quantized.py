@@ -267,7 +267,7 @@ def test_without_being_asked_it_is_refused(tmp_path, run, name):
         streamed(source, tmp_path / "sparse", "magnitude")
     for command in (["plan"], ["sparsify", "--out", tmp_path / "sparse"], ["sparsify", "--stream", "--out", "sparse"]):
         done = run(*command, source, "--method", "magnitude")
-        assert (done.code, done.out) == (2, "")
+        done.wrong()
         assert re.search(expected, done.err)
     assert bytes_of(source) == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dense", "quantized"]
@@ -332,20 +332,15 @@ def test_folders_that_do_not_hold_what_they_say_are_refused(tmp_path, name, chan
         streamed(source, tmp_path / "sparse", "magnitude", dequantize=True)
 
 
-def test_weights_are_not_dequantized_to_codes(tmp_path):
+def test_weights_are_not_dequantized_to_codes_nor_where_they_cannot_be_looked_at(tmp_path, run):
     source = quantized(tmp_path, llama_of_whole_blocks, "fp8")
     with pytest.raises(ValueError, match=r"dtype='float8_e4m3fn': weights are dequantized to torch.float16, "):
         streamed(source, tmp_path / "sparse", "magnitude", dequantize=True, dtype="float8_e4m3fn")
-
-
-def test_weights_that_cannot_be_looked_at_are_not_dequantized(tmp_path, run):
-    source = quantized(tmp_path, llama_of_whole_blocks, "fp8")
     (source / "model.safetensors").rename(source / "pytorch_model.bin")
     flags = ("--method", "magnitude", "--dequantize")
     assert "instead" not in json.loads(run("plan", source, *flags, "--json").out)["notes"][0]
     done = run("sparsify", source, "--out", tmp_path / "sparse", *flags)
-    assert done.code == 2
-    assert "is quantized (fp8) and does not hold all of its safetensors files" in done.err
+    done.wrong("is quantized (fp8) and does not hold all of its safetensors files")
 
 
 # quantized models in memory -------------------------------------------------------------------------------------------
@@ -449,8 +444,7 @@ def test_verify_refuses_a_quantized_folder_and_takes_its_model_dequantized(tmp_p
         mts.verify(folder, "2:4")
     model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=FineGrainedFP8Config(dequantize=True))
     assert len(mts.verify(model, "2:4").layers) == 14
-    up = model.model.layers[1].mlp.up_proj.weight
-    up.data[0, :4] = 1
+    model.model.layers[1].mlp.up_proj.weight.data[0, :4] = 1
     with pytest.raises(mts.PatternError, match="1 of 14 layers do not hold their pattern"):
         mts.verify(model, "2:4")
 

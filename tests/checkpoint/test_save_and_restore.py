@@ -1,6 +1,7 @@
 """What save writes, and what restore and load bring back."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -59,8 +60,7 @@ def test_the_report_of_several_runs_is_saved_whole(tmp_path):
 
 def test_masks_set_by_hand_are_saved_without_a_report(tmp_path):
     model = tiny_llama()
-    keep = torch.rand(64, 32) < 0.3
-    mts.set_mask(model, "model.layers.0.mlp.up_proj.weight", keep)
+    mts.set_mask(model, "model.layers.0.mlp.up_proj.weight", torch.rand(64, 32) < 0.3)
     mts.save(model, tmp_path / "out")
     with pytest.raises(ValueError, match="carries no report"):
         mts.report(tmp_path / "out")
@@ -103,8 +103,7 @@ def test_save_writes_an_ordinary_folder(saved, tmp_path):
     assert "spars" not in (folder / "config.json").read_text()
     plain = {path.name for path in (tmp_path / "plain").iterdir()}
     assert {path.name for path in folder.iterdir()} == plain | {DESCRIPTION, MASKS}
-    loaded, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
-    assert not any(info.values())
+    loaded: Any = plain_from_pretrained(folder, AutoModelForCausalLM)
     assert_bits(outputs("llama", loaded), outputs("llama", model))
     assert type(loaded.model.layers[0].mlp.up_proj) is nn.Linear
 
@@ -113,20 +112,6 @@ def test_files_are_as_readable_as_any_new_file(saved, tmp_path):
     (tmp_path / "any").touch()
     modes = {path.name: path.stat().st_mode for path in saved("llama").iterdir()}
     assert set(modes.values()) == {(tmp_path / "any").stat().st_mode}, modes
-
-
-def test_save_zeroes_what_was_written_to_pruned_places(tmp_path):
-    model = sparse("llama")
-    weight = model.get_parameter("model.layers.0.mlp.up_proj.weight")
-    mask = dict(mts.named_masks(model))["model.layers.0.mlp.up_proj.weight"]
-    with torch.no_grad():
-        weight.copy_(torch.where(mask, weight, -5.0))
-    with pytest.warns(
-        UserWarning, match=r"values, up to 5, were written to pruned places of .*up_proj.weight' and are"
-    ):
-        mts.save(model, tmp_path / "out")
-    stored = load_file(tmp_path / "out" / "model.safetensors")["model.layers.0.mlp.up_proj.weight"]
-    assert_bits(stored[~mask], torch.zeros(int((~mask).sum())))
 
 
 @pytest.mark.parametrize("says_so", [False, True])
@@ -179,11 +164,6 @@ def test_a_tokenizer_takes_the_place_of_all_of_another(tmp_path):
     assert [name for name in old if (out / name).exists()] == ["notes.txt"]
 
 
-def test_a_shard_size_is_refused_for_other_modules(tmp_path):
-    with pytest.raises(ValueError, match="max_shard_size is for transformers' models; a Net goes into one file"):
-        mts.save(sparse("net"), tmp_path / "out", max_shard_size="1GB")
-
-
 def test_load_hands_options_to_from_pretrained(saved):
     half = mts.load(saved("llama"), dtype=torch.bfloat16, device_map="cpu")
     assert {parameter.dtype for parameter in half.parameters()} == {torch.bfloat16}
@@ -215,24 +195,24 @@ def test_dtypes_that_are_lost_are_named(tmp_path):
         mts.load(tmp_path)
 
 
-def test_load_needs_a_hugging_face_folder(saved):
+def test_shards_and_load_are_for_models_of_transformers(saved, tmp_path):
+    with pytest.raises(ValueError, match="max_shard_size is for transformers' models; a Net goes into one file"):
+        mts.save(sparse("net"), tmp_path / "out", max_shard_size="1GB")
     with pytest.raises(ValueError, match=r"holds no config\.json: build the Net and call restore\(model, folder\)"):
         mts.load(saved("net"))
 
 
-def other_masks(model, pattern):
-    other = mts.sparsify(tiny_llama(), "magnitude", pattern=pattern)
-    return dict(mts.named_masks(other))
+HALF = mts.Unstructured(0.5, "matrix")
 
 
 @pytest.mark.parametrize("how", ["set_mask", "load_state_dict"])
-@pytest.mark.parametrize(("pattern", "shown", "zeros"), [("1:4", "1:4", 0.75), (0.5, "50% per matrix", 0.5)])
+@pytest.mark.parametrize(("pattern", "shown", "zeros"), [("1:4", "1:4", 0.75), (HALF, "50% per matrix", 0.5)])
 def test_reports_say_that_masks_were_replaced(how, pattern, shown, zeros, tmp_path):
     """Of 2:4 masks, by others with more zeros or with as many in other groups."""
     model = mts.sparsify(tiny_llama(), "magnitude", pattern="2:4")
     names = [layer.name for layer in mts.report(model).layers]
     assert not any(layer.notes for layer in mts.report(model).layers)
-    masks = other_masks(model, mts.Unstructured(pattern, "matrix") if pattern == 0.5 else pattern)
+    masks = dict(mts.named_masks(mts.sparsify(tiny_llama(), "magnitude", pattern=pattern)))
     if how == "set_mask":
         for name, mask in masks.items():
             mts.set_mask(model, name, mask)
@@ -241,7 +221,7 @@ def test_reports_say_that_masks_were_replaced(how, pattern, shown, zeros, tmp_pa
         with pytest.warns(UserWarning, match="were written to pruned places"):  # the values are those of the old masks
             model.load_state_dict({**model.state_dict(), **state})
     mts.save(model, tmp_path / "saved")
-    for report in (mts.report(model), mts.report(tmp_path / "saved"), mts.report(mts.load(tmp_path / "saved"))):
+    for report in map(mts.report, (model, tmp_path / "saved", mts.load(tmp_path / "saved"))):
         assert [layer.name for layer in report.layers] == names
         for layer in report.layers:
             assert (layer.pattern, layer.zeros / layer.size, layer.error) == ("2:4", zeros, None)

@@ -1,5 +1,7 @@
 """What verify finds in models and in folders."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -28,17 +30,22 @@ def judged(request, tmp_path):
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bfloat16"])
 def test_verify_finds_the_pattern_in_every_layer(judged, name):
+    """And a looser one."""
     found = judged(sparse(name), "2:4")
     assert len(found.layers) == PRUNED[name]
     assert {item.pattern for item in found.layers} == {"2:4"}
     assert all(item.zeros * 2 == item.size and item.problem == "" for item in found.layers)
     assert "All" in str(found)
+    assert (
+        len(judged(sparse(name), "3:4").layers)
+        == len(judged(sparse(name, pattern="1:4"), "2:4").layers)
+        == PRUNED[name]
+    )
 
 
 def test_verify_uses_the_patterns_in_the_report(judged):
-    model = mts.sparsify(
-        tiny_llama(), "magnitude", pattern="50%", rules={"*down_proj": {"pattern": "4:8"}, "*q_proj": None}
-    )
+    rules: dict[str, Any] = {"*down_proj": {"pattern": "4:8"}, "*q_proj": None}
+    model = mts.sparsify(tiny_llama(), "magnitude", pattern="50%", rules=rules)
     found = {item.name.rpartition(".")[2]: item.pattern for item in judged(model).layers}
     assert found["down_proj"] == "4:8"
     assert found["up_proj"] == "50% per matrix"
@@ -50,11 +57,6 @@ def test_verify_refuses_a_stricter_pattern(judged, pattern, where):
     wrong = rf"^14 of 14 layers do not hold their pattern: model\.[\w.]*: more nonzeros than [^;]* \({where}\);"
     with pytest.raises(ValueError, match=wrong):
         judged(sparse("llama"), pattern)
-
-
-def test_verify_accepts_a_looser_pattern(judged):
-    assert len(judged(sparse("llama"), "3:4").layers) == 14
-    assert len(judged(sparse("llama", pattern="1:4"), "2:4").layers) == 14
 
 
 def test_verify_counts_an_unstructured_pattern_in_the_scope_that_it_was_made_with():
@@ -101,9 +103,7 @@ def test_verify_knows_the_axis_of_transposed_weights(tmp_path):
                 module.weight[:, 1::4] = 0
     model.save_pretrained(tmp_path / "out")
     for judged in (model, tmp_path / "out"):
-        with pytest.raises(
-            ValueError, match=r"8 of 8 layers do not hold their pattern: transformer\.h\.0\.attn\.c_attn"
-        ):
+        with pytest.raises(ValueError, match=r"8 of 8 layers do not hold their pattern: transformer\.h\.0\.attn\.c_at"):
             mts.verify(judged, "2:4")
 
 
@@ -136,19 +136,14 @@ def test_verify_of_masks_set_by_hand(judged):
     assert [item.name for item in judged(model, "2:4").layers] == [WEIGHT.removesuffix(".weight")]
 
 
-def test_verify_of_plain_weights_looks_at_every_default_target(judged):
+def test_verify_of_plain_weights_looks_at_every_default_target_for_the_pattern_that_is_named(judged):
     exported = mts.export(sparse("gpt2"))
     del exported.sparsity_report
     assert len(judged(exported, "2:4", plain=True).layers) == 8
-    with pytest.raises(ValueError, match="8 of 8 layers do not hold their pattern"):
-        judged(tiny_gpt2(), "2:4", plain=True)
-
-
-def test_verify_without_report_and_pattern_is_an_error(judged):
-    with pytest.raises(
-        ValueError, match="no report that says which pattern to look for: give pattern=, for example '2:4'"
-    ):
-        judged(tiny_llama(), plain=True)
+    unnamed = "no report that says which pattern to look for: give pattern=, for example '2:4'"
+    for pattern, words in (("2:4", "8 of 8 layers do not hold their pattern"), (None, unnamed)):
+        with pytest.raises(ValueError, match=words):
+            judged(tiny_gpt2(), pattern, plain=True)
 
 
 def test_verify_of_a_pattern_that_does_not_fit():
@@ -157,11 +152,16 @@ def test_verify_of_a_pattern_that_does_not_fit():
         mts.verify(model, "2:4")
 
 
-def test_verify_of_a_folder_that_does_not_say_what_its_model_is(saved, tmp_path):
-    with pytest.raises(ValueError, match=r"holds no config\.json.*restore it into its model and verify that"):
-        mts.verify(saved("net"), "2:4")
-    with pytest.raises(ValueError, match="nowhere' is not a folder"):
-        mts.verify(tmp_path / "nowhere", "2:4")
+def test_verify_of_folders_that_do_not_say_what_their_model_is(saved, tmp_path):
+    (tmp_path / "x.partial").mkdir()
+    (tmp_path / "x.partial" / "started.json").write_text("{}")
+    for folder, words in (
+        (saved("net"), r"holds no config\.json.*restore it into its model and verify that"),
+        (tmp_path / "nowhere", "nowhere' is not a folder"),
+        (tmp_path / "x.partial", r"x\.partial' is what a stopped run has done so far: start it again"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            mts.verify(folder, "2:4")
 
 
 def test_verify_names_layers_of_a_report_that_are_not_there():
@@ -204,17 +204,6 @@ def test_verify_of_a_live_model_says_what_the_next_forward_would_zero():
         mts.verify(model, "2:4")
 
 
-def test_verify_of_what_a_stopped_run_has_done(tmp_path):
-    (tmp_path / "x.partial").mkdir()
-    (tmp_path / "x.partial" / "started.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"x\.partial' is what a stopped run has done so far: start it again"):
-        mts.verify(tmp_path / "x.partial")
-
-
-def resized(model):
-    model.resize_token_embeddings(70)
-
-
 def headed(model):
     model.lm_head = nn.Linear(*model.lm_head.weight.T.shape, bias=False)
 
@@ -226,7 +215,7 @@ def fused(model):
     model.lm_head.weight = nn.Parameter(weight)
 
 
-@pytest.mark.parametrize("replace", [resized, headed, fused])
+@pytest.mark.parametrize("replace", [lambda model: model.resize_token_embeddings(70), headed, fused])
 def test_a_layer_that_was_replaced_is_said_to_carry_no_mask(replace, tmp_path):
     model = tiny_llama(tie_word_embeddings=False)
     mts.sparsify(model, "magnitude", pattern="2:4", include=["model.layers.*", "lm_head"], progress=False)

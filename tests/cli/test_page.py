@@ -14,15 +14,13 @@ pytest.importorskip("plotly", reason="the extra report (plotly) is not installed
 def test_sparsify_writes_a_page_beside_the_folder(run, work, tmp_path):
     out = tmp_path / "new" / "out"
     command = ("sparsify", work / "llama", "--out", out, "--method", "magnitude", "--no-progress", "--html")
-    done = run(*command, "--eval", work / "held.txt", "--seq-len", 32)
-    assert (done.code, done.err) == (0, "")
+    said = run(*command, "--eval", work / "held.txt", "--seq-len", 32).well()
     page = tmp_path / "new" / "out.html"
-    assert done.out.splitlines()[-1] == f"The report as a page: {page}"
+    assert said.splitlines()[-1] == f"The report as a page: {page}"
     assert not list(out.glob("*.html"))
     assert "masks" in figures(page)
     assert "<title>out</title>" in visible(page)
     measured = mts.report(out).evaluation
-    assert measured is not None
     assert f"{measured.reference_perplexity:.3f} \u2192 {measured.perplexity:.3f}" in visible(page)
 
     page.write_text("old")
@@ -33,9 +31,7 @@ def test_sparsify_writes_a_page_beside_the_folder(run, work, tmp_path):
 def test_a_page_that_is_there_is_refused_before_work(run, work, tmp_path):
     (tmp_path / "out.html").write_text("old")
     command = ("sparsify", work / "llama", "--out", tmp_path / "out", "--method", "magnitude", "--html")
-    done = run(*command)
-    assert done.code == 2
-    assert "out.html' exists: --overwrite replaces it" in done.err
+    run(*command).wrong("out.html' exists: --overwrite replaces it")
     assert not (tmp_path / "out").exists()
 
 
@@ -47,15 +43,14 @@ def test_streaming_writes_a_page_as_well(run, work, tmp_path):
 
 def test_report_writes_a_page(run, sparse, tmp_path):
     page = tmp_path / "a.html"
-    done = run("report", sparse, "--html", page)
-    assert (done.code, done.out, done.err) == (0, f"Written to {page}.\n", "")
+    assert run("report", sparse, "--html", page).well() == f"Written to {page}.\n"
     assert tables(page)["layers"]["layer"] == [layer.name for layer in mts.report(sparse).layers]
     assert "masks" in figures(page)
-    done = run("report", sparse, "--html", page)
-    assert (done.code, "exists: --overwrite replaces it, or give another path" in done.err) == (2, True)
+    run("report", sparse, "--html", page).wrong("exists: --overwrite replaces it, or give another path")
     for place, problem in ((tmp_path / "none" / "a.html", "there is no folder"), (tmp_path, "ends in .html")):
         done = run("report", sparse, "--html", place)
-        assert (done.code, problem in done.err, "partial" in done.err) == (2, True, False)
+        done.wrong(problem)
+        assert "partial" not in done.err
     done = run("report", sparse, "--html", page, "--overwrite", "--json")
     assert json.loads(done.out) == mts.report(sparse).as_dict()
 
@@ -91,9 +86,8 @@ def test_report_shows_what_eval_printed(run, work, sparse, tmp_path):
 
 def test_results_without_a_score_are_refused(run, sparse, tmp_path):
     (tmp_path / "scores.json").write_text('{"results": {"all": {"alias": "all"}}}')
-    done = run("report", sparse, "--evaluation", tmp_path / "scores.json")
-    assert (done.code, done.out) == (2, "")
-    assert "nor results of lm_eval: its results hold no score" in done.err
+    report = ("report", sparse, "--evaluation", tmp_path / "scores.json")
+    run(*report).wrong("nor results of lm_eval: its results hold no score")
 
 
 @pytest.mark.parametrize(
@@ -103,19 +97,14 @@ def test_results_without_a_score_are_refused(run, sparse, tmp_path):
         ("--compare {sparse} --html {sparse}/deep/../a.html", "is inside of the model's folder"),
         ("--compare {sparse}", "--compare goes with --html FILE"),
         ("--html model.safetensors", "a file that ends in .html"),
-        (
-            "--html a.html --evaluation {llama}/config.json",
-            "is neither what `eval --json` printed nor results",
-        ),
+        ("--html a.html --evaluation {llama}/config.json", "is neither what `eval --json` printed nor results"),
         ("--html a.html --compare nowhere", "'nowhere' is not a folder"),
     ],
 )
 def test_wrong_pages_are_one_clear_line(run, work, sparse, tmp_path, monkeypatch, arguments, message):
     monkeypatch.chdir(tmp_path)
     before = sorted(sparse.iterdir())
-    done = run("report", sparse, *arguments.format(sparse=sparse, llama=work / "llama").split())
-    assert (done.code, done.out) == (2, "")
-    assert message in done.err
+    run("report", sparse, *arguments.format(sparse=sparse, llama=work / "llama").split()).wrong(message)
     assert sorted(sparse.iterdir()) == before
     assert not list(tmp_path.iterdir())
 

@@ -7,7 +7,6 @@ imported everything, which makes them cheap.
 
 import errno
 import hashlib
-import io
 import os
 import shutil
 import signal
@@ -18,7 +17,7 @@ import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,6 @@ from modelopt_sparse import distributed
 from modelopt_sparse.accuracy.tuning import BatchNumbers, TunedWeights
 from modelopt_sparse.calibration.dense import blocks_in_call_order
 from modelopt_sparse.calibration.stats import collect
-from modelopt_sparse.cli.commands import main as run_command
 from modelopt_sparse.distributed import RankError
 from modelopt_sparse.methods.base import Method, Stats
 from modelopt_sparse.methods.scores import Magnitude
@@ -43,7 +41,7 @@ from modelopt_sparse.methods.sparsegpt import SparseGPT
 from modelopt_sparse.plan.plan import library_versions
 from modelopt_sparse.run import calibrating
 from tests.distributed.test_distributed_training import SCENARIOS as TRAINING
-from tests.faults.faulty import flip
+from tests.faults.faulty import flip, run_command
 from tests.helpers import TESTBED, calibrated_run, tiny_llama, token_batches
 from tests.models import expert_models
 from tests.models.architectures import ARCHITECTURES, VOCAB
@@ -82,8 +80,7 @@ def state(model: nn.Module) -> dict[str, Tensor]:
 def result(name: str, model: nn.Module) -> Found:
     with torch.no_grad():
         loss = float(model(HELD_OUT[name], labels=HELD_OUT[name]).loss)
-    report = mts.report(model).as_dict()
-    return {"state": state(model), "loss": loss, "report": report}
+    return {"state": state(model), "loss": loss, "report": mts.report(model).as_dict()}
 
 
 def sparse(name: str, method: Any, **options: Any) -> Found:
@@ -203,9 +200,8 @@ def losses_from_a_file(folder: Path) -> Found:
 
 def by_themselves() -> Found:
     """Each process for itself, with its own data and its own method."""
-    return sparse(
-        "llama", ("wanda", "sparsegpt")[rank() % 2], distributed=False, data_loader=BATCHES["llama"][rank() :]
-    )
+    own = ("wanda", "sparsegpt")[rank() % 2]
+    return sparse("llama", own, distributed=False, data_loader=BATCHES["llama"][rank() :])
 
 
 def gram_matrices() -> Found:
@@ -216,7 +212,6 @@ def gram_matrices() -> Found:
         with run.processes, calibrating(model):
             for block in blocks_in_call_order(run, data):
                 for shared in collect(block.layer_plans, block.inputs(), run):
-                    assert isinstance(shared.stats, Stats)
                     found[f"{name} {shared.layer_plans[0].name}"] = (shared.stats.tokens, shared.stats.gram)
                 block.inputs().advance()
             run.processes.barrier()
@@ -266,10 +261,8 @@ def added_up() -> Found:
 
         (numbers,) = batches.steps
         gradients = batches.summed_gradients(numbers, gradients_of, tuned)
-        own = {
-            "of all": torch.full((2, 3), 2.0 ** rank()),
-            "of fewer axes": torch.ones((3,) if rank() == 0 else (2, 3)),
-        }
+        axes = (3,) if rank() == 0 else (2, 3)
+        own = {"of all": torch.full((2, 3), 2.0 ** rank()), "of fewer axes": torch.ones(axes)}
         own |= {"of the last": torch.arange(3.0)} if rank() == size() - 1 else {}
         sums = processes.sum_by_key("sums", own, torch.device("cpu"))
         processes.barrier()
@@ -287,7 +280,6 @@ class Counting(Method):
         self.most = 0
 
     def prepare(self, stats: Stats | None, options: Any) -> Stats | None:
-        assert stats is not None
         self.alive.append(weakref.ref(stats.gram))
         self.most = max(self.most, sum(gram() is not None for gram in self.alive))
         return stats
@@ -314,19 +306,11 @@ def saved(folder: Path) -> Found:
 
 def started(folder: Path, *options: object) -> Found:
     """`modelopt-sparse sparsify` in a process that torchrun has started."""
-    flags = (
-        "--method sparsegpt --num-samples 5 --seq-len 32 --batch-size 1 --set include=['*.layers.0.*'] "
-        "--set float32_products=false"
-    )
+    flags = "--method sparsegpt --num-samples 5 --seq-len 32 --batch-size 1 --set include=['*.layers.0.*'] "
+    flags += "--set float32_products=false"
     data = ["--data", TESTBED / "calibration.txt", "--out", folder / "launched" / "sparse", *options]
-    sys.argv = ["modelopt-sparse", "sparsify", *map(str, [TESTBED / "tiny-llama", *flags.split(), *data])]
-    out, err, code = io.StringIO(), io.StringIO(), None
-    with redirect_stdout(out), redirect_stderr(err):
-        try:
-            run_command()
-        except SystemExit as done:
-            code = done.code
-    return {"code": code, "out": out.getvalue(), "err": err.getvalue(), "left": dist.is_initialized()}
+    code, said = run_command(["sparsify", *map(str, [TESTBED / "tiny-llama", *flags.split(), *data])])
+    return {"code": code, **said, "left": dist.is_initialized()}
 
 
 def command_line(folder: Path) -> Found:
@@ -462,7 +446,6 @@ def smaller(folder: Path) -> Found:
         given = {"data_loader": BATCHES[kind], "progress": False, **options}
         model, target = MODELS[kind](), folder / f"smaller-{size()}" / name
         shrunk = mts.report(mts.shrink(model, **given)).shrunk
-        assert shrunk is not None
         choice = shrunk.kept, shrunk.scores, shrunk.errors, shrunk.tried, shrunk.kl
         found[name] = {"state": state(model), "choice": choice}
         if "blocks_by" in options:
@@ -553,9 +536,8 @@ def failures() -> Found:
     with torch.no_grad():
         changed.get_parameter("model.layers.1.mlp.up_proj.weight")[3, 3] += 1e-6 if other else 0
     shuffled = BATCHES["llama"] if not other else BATCHES["llama"][::-1]
-    holed: list[Any] = [
-        {"inputs_embeds": torch.randn(1, 8, 32, generator=torch.Generator().manual_seed(i))} for i in range(6)
-    ]
+    generators = [torch.Generator().manual_seed(seed) for seed in range(6)]
+    holed: list[Any] = [{"inputs_embeds": torch.randn(1, 8, 32, generator=generator)} for generator in generators]
     holed[1]["inputs_embeds"][0, 3, 3] = float("nan")  # the second process's first batch
     too_large = [batch.clone() for batch in BATCHES["llama"]]
     too_large[1][0, 0] = 97  # no such token
@@ -613,13 +595,13 @@ def killed() -> Found:
 
 def lost(method: Any) -> Found:
     """What is raised in the processes that are left, and when."""
-    model = llama()
+    model, said = llama(), "nothing was raised"
     began = time.monotonic()
     try:
         mts.sparsify(model, method, progress=False)
     except (RankError, KeyboardInterrupt) as error:
-        return {"error": f"{type(error).__name__}: {error}", "seconds": time.monotonic() - began}
-    return {"error": "nothing was raised", "seconds": time.monotonic() - began}
+        said = f"{type(error).__name__}: {error}"
+    return {"error": said, "seconds": time.monotonic() - began}
 
 
 # the groups ----------------------------------------------------------------------------------------------------------
@@ -671,9 +653,8 @@ def main(folder: Path) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-        started: Any = mp.start_processes(
-            work, (group, folder), nprocs=GROUPS[group][0], join=False, start_method="fork"
-        )
+        how: dict[str, Any] = {"nprocs": GROUPS[group][0], "join": False, "start_method": "fork"}
+        started: Any = mp.start_processes(work, (group, folder), **how)
         end = time.monotonic() + LIMIT
         for process in started.processes:
             process.join(max(0.0, end - time.monotonic()))

@@ -7,9 +7,6 @@ The scenarios are in ranks.py; see conftest.py for who runs them.
 import math
 import re
 import shutil
-from contextlib import suppress
-from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -17,13 +14,8 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedModel
 
 import modelopt_sparse as mts
-from modelopt_sparse import distributed
-from modelopt_sparse.distributed import Processes, count_processes
-from modelopt_sparse.plan.plan import LayerPlan, checksum
-from modelopt_sparse.plan.planner import make_plan
-from modelopt_sparse.solving.share import assign_owners
 from tests.distributed import ranks
-from tests.helpers import TESTBED, assert_alike, assert_bits, calibrated_run, tiny_llama, token_batches, trained_model
+from tests.helpers import TESTBED, assert_alike, assert_bits, tiny_llama, trained_model
 
 GROUPS = {"two": 2, "four": 4}
 
@@ -42,32 +34,22 @@ SCENARIOS = [
     ("two", ranks.more_options),
 ]
 NAMES = [f"{group}-{scenario.__name__}" for group, scenario in SCENARIOS]
-slow = pytest.mark.slow
-pytestmark = pytest.mark.timeout(3600)  # the first test waits for all groups of processes
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]  # the first test waits for all groups of processes
 
 
 # working together -----------------------------------------------------------------------------------------------------
 
 
-@slow
 @pytest.mark.parametrize(("group", "scenario"), SCENARIOS, ids=NAMES)
-def test_all_ranks_end_with_the_same_bits_and_the_same_report(results, group, scenario):
-    first, *others = results(group, scenario)
-    for other in others:
-        assert other.keys() == first.keys()
-        for name, found in first.items():
-            assert_equal(found["state"], other[name]["state"])
-            assert found["report"]["calibration"] == other[name]["report"]["calibration"]
-            assert found["report"]["layers"] == other[name]["report"]["layers"]
-
-
-@slow
-@pytest.mark.parametrize(("group", "scenario"), SCENARIOS, ids=NAMES)
-def test_several_processes_make_what_one_makes(results, group, scenario):
+def test_all_ranks_make_the_same_bits_and_what_one_process_makes(results, group, scenario):
     """But for roundings: perplexity to 0.1 %; calibrated with the same data."""
-    (alone,), (together, *_) = results("alone", scenario), results(group, scenario)
+    (alone,), (together, *others) = results("alone", scenario), results(group, scenario)
     assert together.keys() <= alone.keys()
     for name, several in together.items():
+        for other in others:
+            assert_equal(several["state"], other[name]["state"])
+            assert several["report"]["calibration"] == other[name]["report"]["calibration"]
+            assert several["report"]["layers"] == other[name]["report"]["layers"]
         one = alone[name]
         assert_alike(one["state"], several["state"])
         if scenario is not ranks.architectures:
@@ -80,7 +62,6 @@ def test_several_processes_make_what_one_makes(results, group, scenario):
             assert other["error"] == pytest.approx(layer["error"], rel=1e-3)
 
 
-@slow
 @pytest.mark.parametrize("group", GROUPS)
 def test_gram_matrices_are_those_of_one_process(results, group):
     (alone,), together = results("alone", ranks.gram_matrices), results(group, ranks.gram_matrices)
@@ -88,40 +69,31 @@ def test_gram_matrices_are_those_of_one_process(results, group):
         assert tokens > 0
         for of_rank in together:
             assert of_rank[name][0] == tokens
-            error = float((of_rank[name][1] - gram).norm() / gram.norm())
-            assert error <= 1e-6, name
+            assert float((of_rank[name][1] - gram).norm() / gram.norm()) <= 1e-6, name
             assert torch.equal(of_rank[name][1], together[0][name][1])
     assert len(alone) == 3 * 2 * 4  # models, blocks, inputs of each
 
 
-@slow
-@pytest.mark.parametrize("group", ["alone", *GROUPS])
-def test_a_step_takes_the_gradients_of_all_rows(results, group):
-    """Those that autograd makes of them at once, the same in all processes; None where no row has one."""
+@pytest.mark.parametrize(("group", "size"), [("alone", 1), *GROUPS.items()])
+def test_a_step_takes_the_gradients_of_all_rows_and_sums_are_of_what_each_has(results, group, size):
+    """Gradients that autograd makes of the rows at once, the same in all processes; None where no row has one. Sums of
+    powers of two of all; of the last one alone; of one axis in the first process and two in the others."""
     (first, _, nothing), units = ranks.parameters(), ranks.ROWS
     (units @ first.T).square().sum().backward()
     second = ranks.parameters()[1]
     (units[0] @ second.T).square().sum().backward()
-    together = [found["gradients"] for found in results(group, ranks.added_up)]
-    for gradients in together:
-        for weight, gradient, of_first in zip((first, second), gradients, together[0]):
+    together = results(group, ranks.added_up)
+    for found in together:
+        gradients, sums = found["gradients"], found["sums"]
+        for weight, gradient, of_first in zip((first, second), gradients, together[0]["gradients"]):
             torch.testing.assert_close(gradient, weight.grad)
             assert_bits(gradient, of_first)
         assert gradients[2] is nothing.grad is None
-
-
-@slow
-@pytest.mark.parametrize(("group", "size"), [("alone", 1), *GROUPS.items()])
-def test_sums_are_of_what_each_process_has(results, group, size):
-    """Powers of two of all; of the last one alone; of one axis in the first process and two in the others."""
-    for found in results(group, ranks.added_up):
-        sums = found["sums"]
         assert torch.equal(sums["of all"], torch.full((2, 3), 2.0**size - 1))
         assert torch.equal(sums["of the last"], torch.arange(3.0))
         assert torch.equal(sums["of fewer axes"], torch.full((2, 3) if size > 1 else (3,), float(size)))
 
 
-@slow
 def test_data_of_each_process_is_the_same_as_one_that_is_split(results):
     (found, *_) = results("two", ranks.more_options)
     (split, *_) = results("two", ranks.methods)
@@ -129,13 +101,11 @@ def test_data_of_each_process_is_the_same_as_one_that_is_split(results):
     assert found["own data"]["report"]["calibration"]["calls"] == 6
 
 
-@slow
 def test_all_processes_know_what_was_measured(results):
     for settings in results("two", ranks.losses_from_a_file):
         assert settings["divergence"] == settings["budget"]["divergence"] == "squared"
 
 
-@slow
 @pytest.mark.parametrize("group", GROUPS)
 def test_layers_that_share_an_input_in_one_process_only(results, group):
     """All of them collect again, each layer by itself."""
@@ -145,7 +115,6 @@ def test_layers_that_share_an_input_in_one_process_only(results, group):
         assert_equal(first, other)
 
 
-@slow
 @pytest.mark.parametrize("group", GROUPS)
 def test_layers_that_some_processes_never_come_to(results, group):
     """They are solved in the order in which one process comes to them, with the tokens of those that do."""
@@ -157,7 +126,6 @@ def test_layers_that_some_processes_never_come_to(results, group):
         assert_equal(first["state"], other["state"])
 
 
-@slow
 def test_processes_that_work_by_themselves(results):
     """distributed=False: each of them has its own method and data, and none waits for another."""
     for rank, (method, found) in enumerate(zip(("wanda", "sparsegpt"), results("two", ranks.by_themselves))):
@@ -166,20 +134,13 @@ def test_processes_that_work_by_themselves(results):
         assert_alike(expected["state"], found["state"])
 
 
-@slow
 @pytest.mark.parametrize("group", GROUPS)
-def test_a_folder_that_all_processes_write_at_once_is_whole(results, folder, group):
-    results(group, ranks.saved)
+def test_a_folder_that_all_processes_write_at_once_is_whole_and_rank_0_writes_transformers(results, folder, group):
+    first, *others = results(group, ranks.saved)
     model = nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 8))
     mts.restore(model, folder / f"saved-{GROUPS[group]}")
     assert len(mts.verify(model, "2:4").layers) == 2
     assert not list(folder.glob(".*"))  # nothing is left beside it
-
-
-@slow
-@pytest.mark.parametrize("group", GROUPS)
-def test_a_model_of_transformers_is_written_by_rank_0(results, folder, group):
-    first, *others = results(group, ranks.saved)
     assert first["error"] == "nothing was raised"
     alone = hasattr(PreTrainedModel, "should_save_on_this_rank")  # the first releases of transformers 5 write in all
     for rank, other in enumerate(others if alone else (), start=1):
@@ -190,7 +151,6 @@ def test_a_model_of_transformers_is_written_by_rank_0(results, folder, group):
     mts.restore(tiny_llama(), target)
 
 
-@slow
 @pytest.mark.parametrize("group", ["alone", "two"])
 def test_only_one_block_s_statistics_are_alive(results, group):
     for found in results(group, ranks.memory):
@@ -198,7 +158,6 @@ def test_only_one_block_s_statistics_are_alive(results, group):
         assert found["most"] <= 4
 
 
-@slow
 def test_the_command_line_of_several_processes_writes_what_one_process_makes(results, folder):
     """In the environment that torchrun makes. One process prints and writes; nothing is left of the others."""
     first, second = results("launched", ranks.command_line)
@@ -220,7 +179,6 @@ def test_the_command_line_of_several_processes_writes_what_one_process_makes(res
     assert report.calibration == mts.report(expected).calibration
 
 
-@slow
 def test_an_error_of_one_process_ends_the_command_in_all(results):
     """Exit code 2 where it is raised, 3 in the others."""
     first, second = results("launched to fail", ranks.command_that_fails)
@@ -233,9 +191,9 @@ def test_an_error_of_one_process_ends_the_command_in_all(results):
 # streaming ------------------------------------------------------------------------------------------------------------
 
 STREAMING = {"streaming": 2, "streaming in three": 3}
+DIED = "RankError: another process of this run died, left or did not come in time, as rank "
 
 
-@slow
 @pytest.mark.parametrize("group", STREAMING)
 @pytest.mark.parametrize("name", ranks.STREAMED)
 def test_streaming_by_any_number_of_processes_writes_what_one_does(results, folder, group, name):
@@ -254,7 +212,6 @@ def test_streaming_by_any_number_of_processes_writes_what_one_does(results, fold
         assert found[name] == {**several, "exchanges": found[name]["exchanges"]}
 
 
-@slow
 @pytest.mark.parametrize("group", STREAMING)
 @pytest.mark.parametrize("name", ranks.STREAMED)
 def test_all_processes_exchange_the_same_in_the_same_order(results, group, name):
@@ -277,7 +234,6 @@ def test_all_processes_exchange_the_same_in_the_same_order(results, group, name)
             assert len(between(a, b)) > 40
 
 
-@slow
 def test_as_many_processes_make_the_same_bits_again(results, folder):
     """Two that stream, and two that have the model in memory."""
     (found, *_) = results("two", ranks.experts)
@@ -285,7 +241,6 @@ def test_as_many_processes_make_the_same_bits_again(results, folder):
     assert_equal(ranks.state(model), found["sparsegpt"]["state"])
 
 
-@slow
 @pytest.mark.parametrize("group", STREAMING)
 def test_several_processes_go_on_with_what_one_began(results, group):
     (alone,), (first, *others) = results("streaming alone", ranks.streamed_on), results(group, ranks.streamed_on)
@@ -296,7 +251,6 @@ def test_several_processes_go_on_with_what_one_began(results, group):
         assert found["notes"] == ["1 of 2 blocks were reused from a stopped run of 1 process"]
 
 
-@slow
 @pytest.mark.parametrize("group", STREAMING)
 def test_shrink_by_any_number_of_processes_chooses_what_one_does(results, group):
     """In memory and streamed."""
@@ -316,14 +270,11 @@ def test_shrink_by_any_number_of_processes_chooses_what_one_does(results, group)
     assert all(len(errors) == 2 for errors in alone["experts"]["choice"][2].values())  # refitted
 
 
-@slow
 def test_one_process_goes_on_where_another_was_killed(results, folder, tmp_path):
     (alone,) = results("streaming alone", ranks.streamed)
     first, second = results("streaming killed", ranks.streaming_killed)
     assert second is None
-    assert first["error"].startswith(
-        "RankError: another process of this run died, left or did not come in time, as rank 0"
-    )
+    assert first["error"].startswith(f"{DIED}0")
     assert first["left"] == ["streamed-killed.partial"]
     shutil.copytree(folder / "streamed-killed.partial", tmp_path / "sparse.partial")
     found = ranks.stream(folder, tmp_path / "sparse", "llama", ranks.Failing(where=None))
@@ -348,7 +299,6 @@ WRONG_FOR_ONE = {  # what both say, or rank 0 and rank 1
 }
 
 
-@slow
 @pytest.mark.parametrize("what", WRONG_FOR_ONE)
 def test_what_is_wrong_for_one_process_stops_streaming_in_all(results, what):
     said = WRONG_FOR_ONE[what]
@@ -360,49 +310,37 @@ def test_what_is_wrong_for_one_process_stops_streaming_in_all(results, what):
 
 # errors ---------------------------------------------------------------------------------------------------------------
 
-FAILING = [  # what fails, what rank 1 says, what the others say
-    ("typo", r"ValueError: option 'patern' is not known", r"RankError: rank 1 stopped: ValueError: option 'patern'"),
-    (
-        "batch",
-        r"ValueError: LlamaForCausalLM cannot take calibration batch 1,",
-        r"RankError: rank 1 stopped: ValueError",
-    ),
-    ("solve", r"ArithmeticError: this layer is too hard", r"RankError: rank 1 stopped: ArithmeticError: this layer is"),
-    ("write", r"RankError: rank 0 stopped: OSError: the disk is full", r"(OSError|RankError: rank 0 stopped: OSError)"),
-    ("loop", r"OSError: this process's data is gone", r"RankError: rank 1 stopped: OSError: this process's data"),
-]
-REFUSED = [
-    ("weights", r"ValueError: parameter 'model.layers.1.mlp.up_proj.weight' is not the same in all processes: rank 0 "),
-    ("data", r"ValueError: the SHA-256 of the calibration data is not the same in all processes.*split_data=False"),
-    ("pattern", r"ValueError: layer model.layers.0.self_attn.q_proj is not the same in all processes:"),
-    ("rule", r"ValueError: layer model.layers.0.self_attn.q_proj .*rank 0 has \w+ 2:8.*, rank 1 has \w+ 1:4.*; give"),
-    ("not finite", r"ValueError: layer 'model.layers.0.self_attn.q_proj': its input holds NaN or inf"),
-    ("few batches", r"ValueError: \d processes share out the calibration batches, and there are only \d: give smaller"),
-    ("shards", r"ValueError: layer 'model.layers.0.self_attn.q_proj' is sharded over processes \(DTensor\): sparsify"),
-]
+STOPPED = "RankError: rank 1 stopped: "
+SAME, OF_Q = "is not the same in all processes", "ValueError: layer '?model.layers.0.self_attn.q_proj'?"
+FAILING = {  # what fails or does not go together: what rank 1 says and what the others say, or what all say
+    "typo": ("ValueError: option 'patern' is not known", f"{STOPPED}ValueError: option 'patern'"),
+    "batch": ("ValueError: LlamaForCausalLM cannot take calibration batch 1,", f"{STOPPED}ValueError"),
+    "solve": ("ArithmeticError: this layer is too hard", f"{STOPPED}ArithmeticError: this layer is"),
+    "write": ("RankError: rank 0 stopped: OSError: the disk is full", "(OSError|RankError: rank 0 stopped: OSError)"),
+    "loop": ("OSError: this process's data is gone", f"{STOPPED}OSError: this process's data"),
+    "weights": f"ValueError: parameter 'model.layers.1.mlp.up_proj.weight' {SAME}: rank 0 ",
+    "data": f"ValueError: the SHA-256 of the calibration data {SAME}.*split_data=False",
+    "pattern": f"{OF_Q} {SAME}:",
+    "rule": rf"{OF_Q} .*rank 0 has \w+ 2:8.*, rank 1 has \w+ 1:4.*; give",
+    "not finite": f"{OF_Q}: its input holds NaN or inf",
+    "few batches": r"ValueError: \d processes share out the calibration batches, and there are only \d: give smaller",
+    "shards": rf"{OF_Q} is sharded over processes \(DTensor\): sparsify",
+}
+# each for two processes, and some for four
+FAILURES = [(group, what) for group in GROUPS for what in FAILING if group == "two" or what in ranks.ALSO_OF_FOUR]
 
 
-def for_groups(cases: list[tuple[str, ...]]) -> list[Any]:
-    """Each case for two processes, and some of them for four."""
-    return [
-        pytest.param(group, *case, id=f"{group}-{case[0]}")
-        for group in GROUPS
-        for case in cases
-        if group == "two" or case[0] in ranks.ALSO_OF_FOUR
-    ]
-
-
-@slow
-@pytest.mark.parametrize(("group", "what", "own", "others"), for_groups(FAILING))
-def test_a_process_that_fails_stops_the_others_with_its_error(results, group, what, own, others):
-    """At once, and a call that follows works: `failing` makes one."""
+@pytest.mark.parametrize(("group", "what"), FAILURES)
+def test_a_process_that_fails_stops_the_others_with_its_error(results, group, what):
+    """At once, and a call that follows works: `failing` makes one. What does not go together is refused in all."""
+    said = FAILING[what]
+    own, others = said if isinstance(said, tuple) else (said, said)
     for rank, found in enumerate(results(group, ranks.failures)):
         assert re.match(own if rank == 1 else others, found[what]["error"]), found[what]["error"]
         assert found[what].get("seconds", 0) < 10
         assert found[what].get("same", True) or what == "solve"
 
 
-@slow
 @pytest.mark.parametrize("group", GROUPS)
 def test_layers_that_were_finished_before_a_failure_are_sparse_in_all_processes(results, group):
     first, *others = [found["solve"] for found in results(group, ranks.failures)]
@@ -411,123 +349,14 @@ def test_layers_that_were_finished_before_a_failure_are_sparse_in_all_processes(
     assert len(first["masks"]) == 7  # the first block's
 
 
-@slow
-@pytest.mark.parametrize(("group", "what", "error"), for_groups(REFUSED))
-def test_what_does_not_go_together_is_refused_in_all_processes(results, group, what, error):
-    for found in results(group, ranks.failures):
-        assert re.match(error, found[what]["error"]), found[what]["error"]
-        assert found[what].get("same", True)
-
-
-@slow
-def test_a_process_that_is_killed_stops_the_others(results):
-    found = results("killed", ranks.killed)
-    assert [rank for rank, of_rank in enumerate(found) if of_rank is None] == [1]
-    for of_rank in (found[0], *found[2:]):
-        assert of_rank["error"].startswith(
-            "RankError: another process of this run died, left or did not come in time, as rank "
-        )
+@pytest.mark.parametrize("scenario", [ranks.killed, ranks.interrupted])
+def test_a_process_that_is_killed_or_interrupted_stops_the_others(results, scenario):
+    first, lost, *others = results(scenario.__name__, scenario)
+    assert lost is None if scenario is ranks.killed else lost["error"].startswith("KeyboardInterrupt")
+    for rank, of_rank in {0: first, **dict(enumerate(others, start=2))}.items():
+        assert of_rank["error"].startswith(f"{DIED}{rank}")
         assert of_rank["seconds"] < 10
 
 
-@slow
-def test_an_interrupted_process_stops_the_others(results):
-    first, second = results("interrupted", ranks.interrupted)
-    assert second["error"].startswith("KeyboardInterrupt")
-    assert first["error"].startswith(
-        "RankError: another process of this run died, left or did not come in time, as rank 0"
-    )
-    assert first["seconds"] < 10
-
-
-@slow
 def test_a_process_that_does_not_come_is_not_waited_for_forever(results):
-    first, second = results("two", ranks.late)
-    assert first["error"].startswith("RankError: another process of this run died, left or did not come in time")
-    assert second["error"].startswith("RankError: another process of this run died, left or")
-
-
-# what needs no group --------------------------------------------------------------------------------------------------
-
-
-def test_alone_everything_is_as_it_was():
-    tensor = torch.arange(3.0)
-    with suppress(KeyError), Processes.of(None) as processes:  # an error that nobody else hears
-        assert (processes.rank, processes.size) == (0, 1)
-        assert processes.all_gather("anything", 3) == [3]
-        processes.all_reduce("anything", [tensor])
-        processes.broadcast("anything", [tensor], [0])
-        processes.check_same({"a": 1}, "nothing can differ")
-        raise KeyError
-    processes.barrier()
-    assert tensor.tolist() == [0, 1, 2]
-
-
-def test_working_together_without_a_group_is_refused():
-    with pytest.raises(ValueError, match=r"distributed=True needs a process group: start with torchrun"):
-        mts.sparsify(tiny_llama(), "magnitude", distributed=True)
-    with pytest.raises(ValueError, match=r"distributed='yes': must be True, False or None"):
-        mts.sparsify(tiny_llama(), "magnitude", {"distributed": "yes"})
-    with pytest.raises(ValueError, match=r"distributed=0: must be True, False or None"):
-        count_processes(0)  # type: ignore[arg-type]  # what users may give
-    assert count_processes(None) == count_processes(False) == 1
-
-
-def test_checksums_tell_bits_and_rows_apart():
-    values = torch.randn(5, 7)
-    assert checksum(values) == checksum(values.clone())
-    assert checksum(values.T) == checksum(values.T.contiguous())
-    others = [values[[1, 0, 2, 3, 4]], -values, values + 1e-6, values.view(7, 5), values.double(), values.bfloat16()]
-    assert len({checksum(x) for x in [values, *others]}) == 7
-    for dtype in (torch.bool, torch.int64, torch.float16, torch.complex64, torch.uint8):
-        assert checksum(torch.ones(3, dtype=dtype)) != checksum(torch.zeros(3, dtype=dtype))
-    assert checksum(torch.tensor(2.0)) != checksum(torch.tensor(-2.0))
-    assert checksum(torch.empty(0)) != checksum(torch.empty(0, 2))
-
-
-def test_one_line_says_which_rank_failed_and_why(monkeypatch):
-    def gathered(values: list[Any], own: Any, group: Any) -> None:
-        values[:] = [own, *others]
-
-    monkeypatch.setattr(distributed.dist, "all_gather_object", gathered)
-    others = [("statistics", None), ("stopped: OSError: the disk is full", None)]
-    with pytest.raises(distributed.RankError, match=r"^rank 2 stopped: OSError: the disk is full$"):
-        Processes(0, 3, "a group").all_gather("statistics")
-    others = [("text", None)]
-    with pytest.raises(distributed.RankError, match=r"the same \(rank 0: statistics; rank 1: text\): make the"):
-        Processes(0, 2, "a group").all_gather("statistics")
-
-
-Shares = dict[str, dict[range, int]]
-
-
-# dealing out ----------------------------------------------------------------------------------------------------------
-
-
-def shares_of(layer_plans: list[LayerPlan], size: int) -> Shares:
-    run, _ = calibrated_run(tiny_llama(), "wanda", data_loader=token_batches(1))
-    return assign_owners(layer_plans, replace(run, processes=Processes(0, size)))
-
-
-def test_layers_are_dealt_out_by_cost():
-    plan = make_plan(tiny_llama(), "wanda")
-    layers = {layer.name.rpartition(".")[2]: layer for layer in plan.layers[:7]}
-    for size in (2, 3, 4, 8):
-        shares = shares_of([*layers.values()], size)
-        owners = {name: owner for name, of_layer in shares.items() for owner in of_layer.values()}
-        assert owners.keys() == {layer.name for layer in layers.values()}
-        down, gate = (owners[layers[name].name] for name in ("down_proj", "gate_proj"))
-        assert down != gate  # the two that cost most
-        assert shares == shares_of([*layers.values()], size)
-        if size >= 7:
-            assert len(set(owners.values())) >= 4
-    alone = shares_of([*layers.values()], 1)
-    assert {owner for of_layer in alone.values() for owner in of_layer.values()} == {0}
-
-
-def test_experts_are_dealt_out_in_ranges():
-    plan = make_plan(ranks.mixtral(), "wanda")
-    (layer,) = [layer for layer in plan.layers if layer.name == "model.layers.0.mlp.experts.down_proj"]
-    shares = shares_of([layer], 3)
-    assert [*shares[layer.name]] == [range(2), range(2, 4)]
-    assert sorted(shares[layer.name].values()) == [0, 1]
+    assert all(found["error"].startswith(DIED) for found in results("two", ranks.late))

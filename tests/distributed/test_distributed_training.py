@@ -66,8 +66,7 @@ def sparse_model() -> nn.Sequential:
 
 
 def data() -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(8, 3, 8, generator=generator)
+    x = torch.randn(8, 3, 8, generator=torch.Generator().manual_seed(1))
     return x, x.flip(-1)
 
 
@@ -161,8 +160,7 @@ def fsdp() -> dict[str, Any]:
     model = sharded(sparse_model())
     whole = model[0].weight.numel()
     found = {"shard": model[0].weight.to_local().numel() / whole, **trained(model)}
-    state = get_model_state_dict(model, options=FULL)
-    return {**found, "state": copy.deepcopy(state)}
+    return {**found, "state": copy.deepcopy(get_model_state_dict(model, options=FULL))}
 
 
 def sparse_llama() -> nn.Module:
@@ -262,8 +260,7 @@ def fsdp_loading_full_state_dicts() -> dict[str, Any]:
     found = {}
     source = dense_model()
     put_masks(source)
-    flipped = ~source[0].weight_mask
-    mts.set_mask(source, "0.weight", flipped)
+    mts.set_mask(source, "0.weight", ~source[0].weight_mask)
     for kind in ("dense", "sparse"):
         torch.manual_seed(7)
         state = {
@@ -358,12 +355,10 @@ def by_rigl(model: nn.Module, wrap: Callable[[Any], nn.Module] = lambda model: m
     return {"before": before, **outcome(model)}
 
 
-def rigl_under_ddp() -> dict[str, Any]:
-    return by_rigl(dense_model().double(), DistributedDataParallel)
-
-
-def rigl_sharded() -> dict[str, Any]:
-    return by_rigl(dense_model().double(), sharded)
+def rigl_in_processes() -> dict[str, Any]:
+    """Under DDP, and with weights that are sharded after their masks are set and before."""
+    found = {wrap.__name__: by_rigl(dense_model().double(), wrap) for wrap in (DistributedDataParallel, sharded)}
+    return {**found, "sharded before": by_rigl(sharded(dense_model().double()))}
 
 
 def sharded_and_resumed(folder: Path) -> dict[str, Any]:
@@ -399,10 +394,6 @@ def sharded_and_resumed(folder: Path) -> dict[str, Any]:
     return outcomes
 
 
-def rigl_on_sharded_weights() -> dict[str, Any]:
-    return by_rigl(sharded(dense_model().double()))
-
-
 def rigl_on_ranks_that_differ() -> dict[str, Any]:
     def drifted(model: nn.Sequential) -> nn.Module:
         with torch.no_grad():
@@ -429,10 +420,8 @@ SCENARIOS: tuple[Callable[..., dict[str, Any]], ...] = (
     fsdp_loading_full_state_dicts,
     fsdp_then_export,
     tensor_parallel_and_fsdp,
-    rigl_under_ddp,
-    rigl_sharded,
+    rigl_in_processes,
     sharded_and_resumed,
-    rigl_on_sharded_weights,
     rigl_on_ranks_that_differ,
 )
 
@@ -564,9 +553,9 @@ def test_tensor_parallel_training_gives_the_weights_of_one_process(found_by):
     assert found["lost after drift and state_dict"] == []
 
 
-@pytest.mark.parametrize("scenario", [rigl_under_ddp, rigl_sharded, rigl_on_sharded_weights])
-def test_rigl_grows_by_the_gradient_of_all_processes(found_by, scenario: Callable):
-    found, single = found_by(scenario), by_rigl(dense_model().double())
+@pytest.mark.parametrize("how", ["DistributedDataParallel", "sharded", "sharded before"])
+def test_rigl_grows_by_the_gradient_of_all_processes(found_by, how: str):
+    found, single = found_by(rigl_in_processes)[how], by_rigl(dense_model().double())
     assert found["lost"] == []
     assert found["masks"].keys() == single["masks"].keys() == set(MASKED)
     for name, mask in single["masks"].items():

@@ -21,6 +21,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -50,8 +51,6 @@ class Runs:
         assert self._ask({"ready": True}) == "yes"
 
     def _ask(self, line: dict[str, Any]) -> Any:
-        assert self._server.stdin is not None
-        assert self._server.stdout is not None
         self._server.stdin.write(json.dumps(line, default=str) + "\n")
         self._server.stdin.flush()
         return json.loads(self._server.stdout.readline())
@@ -194,21 +193,13 @@ def count_exchanges() -> None:
 # faults ---------------------------------------------------------------------------------------------------------------
 
 
-def _kill() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _stop() -> None:
-    os.kill(os.getpid(), signal.SIGSTOP)
+def _send(number: signal.Signals) -> None:
+    os.kill(os.getpid(), number)
 
 
 def _fill_disk(left: int = 0) -> None:
     """No file can grow beyond ``left`` bytes any more."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (left, resource.RLIM_INFINITY))
-
-
-def remove(file: str) -> None:
-    os.remove(file)
 
 
 def truncate(file: str) -> None:
@@ -226,10 +217,10 @@ def flip(file: str, place: float = 0.5) -> None:
 
 
 FAULTS: dict[str, Callable[..., None]] = {
-    "kill": _kill,
-    "stop": _stop,
+    "kill": partial(_send, signal.SIGKILL),
+    "stop": partial(_send, signal.SIGSTOP),
     "full": _fill_disk,
-    "remove": remove,
+    "remove": lambda file: os.remove(file),
     "truncate": truncate,
     "flip": flip,
 }
@@ -345,7 +336,8 @@ def _save(model: str, folder: str) -> tuple[int, dict[str, Any]]:
     return 0, {}
 
 
-def _cli(arguments: list[str]) -> tuple[int, dict[str, Any]]:
+def run_command(arguments: list[str]) -> tuple[int, dict[str, Any]]:
+    """The command line -> its exit code, and what it printed."""
     from modelopt_sparse.cli.commands import main
 
     sys.argv = ["modelopt-sparse", *arguments]
@@ -395,7 +387,7 @@ DO: dict[str, Callable[..., tuple[int, dict[str, Any]]]] = {
     "stream as rank": _stream_as_rank,
     "small disk": _on_a_small_disk,
     "save": _save,
-    "cli": _cli,
+    "cli": run_command,
     "solve": _solve,
 }
 

@@ -103,6 +103,7 @@ own_deprecations = pytest.mark.filterwarnings("ignore:.torch.jit.script:Deprecat
 
 
 every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+written_on_purpose = pytest.mark.filterwarnings("ignore:.* were written to pruned places:UserWarning")
 
 
 def random_mask(weight: Tensor, seed: int = 0) -> Tensor:

@@ -109,9 +109,11 @@ def test_layers_that_get_one_input_share_one_stats_object(name):
 # what is pruned, and what stays -------------------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")  # nn.TransformerEncoder's own
 @every_architecture
-def test_every_eligible_weight_of_the_blocks_is_sparse_and_nothing_else_changes(name):
-    """Every matrix in a block has two nonzeros in each four; stems, heads, embeddings and routers keep every bit."""
+def test_every_eligible_weight_of_the_blocks_is_sparse_and_the_folder_loads_into_the_plain_model(name, tmp_path):
+    """Every matrix in a block has two nonzeros in each four; stems, heads, embeddings and routers keep every bit. The
+    plain model gives the same output."""
     architecture = ARCHITECTURES[name]
     dense = architecture.build()
     blocks = architecture.block_names(dense)
@@ -129,13 +131,6 @@ def test_every_eligible_weight_of_the_blocks_is_sparse_and_nothing_else_changes(
         assert torch.equal(parameters[key], weight), key
         if weight.dim() >= 2 and any(key.startswith(f"{block}.") for block in blocks):
             assert any(key.endswith(end) for end in architecture.dense), key
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")  # nn.TransformerEncoder's own
-@every_architecture
-def test_the_folder_loads_into_the_plain_model_and_gives_the_same_output(name, tmp_path):
-    architecture = ARCHITECTURES[name]
-    sparse = sparsified(name)
     mts.save(sparse, tmp_path / "sparse")
     if isinstance(sparse, PreTrainedModel):
         plain = plain_from_pretrained(tmp_path / "sparse", type(architecture.make()))

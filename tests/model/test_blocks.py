@@ -88,15 +88,6 @@ def nested() -> nn.Module:
     return nn.ModuleDict({"stages": nn.ModuleList(nn.Sequential(Block(), Block()) for _ in range(2))})
 
 
-def torchs_own() -> nn.Module:
-    """Attention that its parent reads makes a block."""
-    return nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2)
-
-
-def plain_mlp() -> nn.Module:
-    return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
-
-
 # case -> (model, stack -> how many blocks it has, or their names)
 STACKS: dict[str, tuple[Callable[[], nn.Module], dict[str, int | list[str]]]] = {
     "llama": (lambda: tiny_llama(num_hidden_layers=3), {"model.layers": 3}),
@@ -107,13 +98,17 @@ STACKS: dict[str, tuple[Callable[[], nn.Module], dict[str, int | list[str]]]] = 
     "fused experts": (mixtral, {"model.layers": 2}),
     "a list of experts": (with_experts, {"layers": 2}),
     "nested lists that hold everything": (nested, {"stages.0": 2, "stages.1": 2}),
-    "a plain MLP": (plain_mlp, {"": [""]}),
+    "a plain MLP": (lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), {"": [""]}),
     "a sequence of blocks": (lambda: nn.Sequential(Block(), Block()), {"": ["0", "1"]}),
     "lists of single layers": (beside_lists_of_single_layers, {"layers": 2}),
     "blocks of two kinds": (lambda: nn.ModuleDict({"layers": blocks(Block, OtherBlock, Block)}), {"layers": 3}),
     "a block and a layer": (lambda: nn.ModuleDict({"layers": nn.ModuleList([Block(), nn.Linear(8, 8)])}), {"": [""]}),
     "what is no block between": (with_a_norm, {"layers": ["layers.0", "layers.2"]}),
-    "attention": (torchs_own, {"layers": 2}),
+    # that its parent reads
+    "attention": (
+        lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2),
+        {"layers": 2},
+    ),
     "no layers": (lambda: nn.Sequential(nn.ReLU(), nn.LayerNorm(4)), {}),
 }
 

@@ -4,6 +4,7 @@ import copy
 import functools
 import types
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -34,13 +35,6 @@ class StdInside(nn.Conv2d):
         return super()._conv_forward(x, weight / weight.norm(), bias)
 
 
-class Centred(nn.Linear):
-    """Off by little where inputs are centred, and no zero of the weight stays."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight - self.weight.mean(1, keepdim=True), self.bias)
-
-
 class Conv2dSame(nn.Conv2d):
     """TF's SAME: the forward pads, the attribute says 0."""
 
@@ -48,23 +42,6 @@ class Conv2dSame(nn.Conv2d):
         size = [max((-(-n // s) - 1) * s + k - n, 0) for n, k, s in zip(x.shape[2:], self.kernel_size, self.stride)]
         sides = [side for n in reversed(size) for side in (n // 2, n - n // 2)]
         return F.conv2d(F.pad(x, sides), self.weight, self.bias, self.stride)
-
-
-class Causal(nn.Conv1d):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(F.pad(x, (self.kernel_size[0] - 1, 0)))
-
-
-class EqualLinear(nn.Linear):
-    """StyleGAN's: the weight in use is scaled."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight * self.in_features**-0.5, self.bias)
-
-
-class Spectral(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight / torch.linalg.matrix_norm(self.weight, 2), self.bias)
 
 
 class BitLinear(nn.Linear):
@@ -75,9 +52,18 @@ class BitLinear(nn.Linear):
         return F.linear(F.rms_norm(x, x.shape[-1:]), (self.weight / scale).round().clamp(-1, 1) * scale, self.bias)
 
 
-class Transposed(Conv1D):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(3 * x).tanh()
+def own(base: type[nn.Module], forward: Callable[..., Tensor]) -> Any:
+    """A class with a forward of its own."""
+    return type("Own", (base,), {"forward": forward})
+
+
+# off by little where inputs are centred, and no zero of the weight stays
+Centred = own(nn.Linear, lambda self, x: F.linear(x, self.weight - self.weight.mean(1, keepdim=True), self.bias))
+Causal = own(nn.Conv1d, lambda self, x: nn.Conv1d.forward(self, F.pad(x, (self.kernel_size[0] - 1, 0))))
+# StyleGAN's: the weight in use is scaled
+EqualLinear = own(nn.Linear, lambda self, x: F.linear(x, self.weight * self.in_features**-0.5, self.bias))
+Spectral = own(nn.Linear, lambda m, x: F.linear(x, m.weight / torch.linalg.matrix_norm(m.weight, 2), m.bias))
+Transposed = own(Conv1D, lambda self, x: Conv1D.forward(self, 3 * x).tanh())
 
 
 class WithLora(nn.Linear):
@@ -127,11 +113,9 @@ class Counting(nn.Linear):
         return x @ self.weight.T + self.bias
 
 
-class Dropped(nn.Linear):
-    """A weight that is dropped in training alone."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, F.dropout(self.weight, 0.5, self.training), self.bias)
+# a weight that is dropped in training alone
+Dropped = own(nn.Linear, lambda self, x: F.linear(x, F.dropout(self.weight, 0.5, self.training), self.bias))
+Cast = own(nn.Linear, lambda m, x: F.linear(*(y.bfloat16() for y in (x, m.weight, m.bias))).to(x.dtype))
 
 
 class Rounded(nn.Linear):
@@ -144,11 +128,6 @@ class Rounded(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(self.quantized(x), self.quantized(self.weight), self.bias)
-
-
-class Cast(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x.bfloat16(), self.weight.bfloat16(), self.bias.bfloat16()).to(x.dtype)
 
 
 class Super(nn.Conv2d):
@@ -246,9 +225,7 @@ class Strange(nn.Module):
         return self.plain(self.own(x, x.square().mean(-1, keepdim=True)))
 
 
-class Modulated(nn.Linear):
-    def forward(self, x: Tensor, style: Tensor) -> Tensor:
-        return F.linear(x * style, self.weight, self.bias)
+Modulated = own(nn.Linear, lambda self, x, style: F.linear(x * style, self.weight, self.bias))
 
 
 class OfPositive(nn.Linear):

@@ -252,43 +252,29 @@ def test_the_rows_of_attention_weights_reproduce_its_output(settings, kind, as_k
 
 
 def test_self_attention_shares_one_set_of_rows_among_q_k_and_v():
-    module, x = nn.MultiheadAttention(8, 2, batch_first=True), torch.randn(2, 5, 8)
-    layer = layer_named(module, "in_proj_weight")
-    assert rows_of(layer, x, x, x).shape == (10, 8)
-    assert rows_of(layer, x, x.clone(), x).shape == (3, 10, 8)
-    assert layer.matrix(layer.parameter).shape == (3, 8, 8)
-
-
-def test_padding_tokens_of_self_attention_are_left_out():
+    """Padding tokens are left out."""
     module, x = nn.MultiheadAttention(8, 2, batch_first=True), torch.randn(2, 3, 8)
-    keep = torch.tensor([[True, True, False], [True, False, False]])
-    layers = {layer.parameter_name: layer for layer in find_layers(module)[0]}
-    assert torch.equal(rows_of(layers["in_proj_weight"], x, x, x, keep=keep), x[keep])
-    assert rows_of(layers["out_proj.weight"], x, x, x, keep=keep).shape == (3, 8)
+    layer, keep = layer_named(module, "in_proj_weight"), torch.tensor([[True, True, False], [True, False, False]])
+    assert rows_of(layer, x, x, x).shape == (6, 8)
+    assert rows_of(layer, x, x.clone(), x).shape == (3, 6, 8)
+    assert layer.matrix(layer.parameter).shape == (3, 8, 8)
+    assert torch.equal(rows_of(layer, x, x, x, keep=keep), x[keep])
+    assert rows_of(layer_named(module, "out_proj"), x, x, x, keep=keep).shape == (3, 8)
 
 
-def test_the_rows_of_out_proj_are_seen_whatever_its_own_mask_is():
-    """An attention that is sparse already is calibrated again on what really reaches out_proj."""
-    module, x = nn.MultiheadAttention(8, 2, batch_first=True).eval(), torch.randn(2, 5, 8)
-    before = rows_of(layer_named(module, "out_proj"), x, x, x)
-    set_mask(module, "out_proj.weight", torch.eye(8) == 0)
-    torch.testing.assert_close(rows_of(layer_named(module, "out_proj"), x, x, x), before)
-
-
-def test_attention_called_with_need_weights_by_position_is_seen():
+def test_the_rows_of_out_proj_are_seen_whatever_its_own_mask_is_and_hooks_of_the_users_are():
+    """And ``need_weights``, by position. An attention that is sparse already is calibrated again on what really reaches
+    out_proj."""
     module, x = nn.MultiheadAttention(8, 2, batch_first=True).eval(), torch.randn(2, 5, 8)
     layer = layer_named(module, "out_proj")
     seen = [rows_of(layer, x, x, x, None, need_weights) for need_weights in (True, False)]
     torch.testing.assert_close(seen[0], seen[1])
     torch.testing.assert_close(product(layer, seen[0]) + module.out_proj.bias, module(x, x, x)[0].flatten(0, 1))
-
-
-def test_a_hook_of_the_users_on_an_attention_runs_once():
-    module, x = nn.MultiheadAttention(8, 2, batch_first=True).eval(), torch.randn(2, 5, 8)
-    before = rows_of(layer_named(module, "out_proj"), x, x, x)
+    set_mask(module, "out_proj.weight", torch.eye(8) == 0)
+    torch.testing.assert_close(rows_of(layer_named(module, "out_proj"), x, x, x), seen[0])
     module.register_forward_pre_hook(lambda module, args: tuple(2 * x for x in args))
     module.register_forward_hook(lambda module, args, output: (output[0] * 2, output[1]))
-    torch.testing.assert_close(rows_of(layer_named(module, "out_proj"), x, x, x), before)
+    torch.testing.assert_close(rows_of(layer_named(module, "out_proj"), x, x, x), seen[0])
 
 
 def test_an_attention_whose_forward_is_its_own_stays_dense():

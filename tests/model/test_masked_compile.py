@@ -20,15 +20,14 @@ from tests.model.sparse_modules import (
     random_mask,
     sparse_and_dense,
     sparse_linear,
+    written_on_purpose,
 )
 from tests.model.test_training import train
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.* were written to pruned places:UserWarning"
-)  # here they are written on purpose
+pytestmark = [written_on_purpose, own_deprecations]
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def _fresh_compiler():
     torch._dynamo.reset()
     yield
@@ -43,17 +42,14 @@ def compiled(module: nn.Module, backend: str = "aot_eager_decomp_partition") -> 
 COMPILED = ("linear", "conv2d", "hf_conv1d", "attention", "attention_separate", "own_parameter")
 
 
-@own_deprecations
-@pytest.mark.usefixtures("_fresh_compiler")
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiled_modules_ignore_what_lies_under_the_mask_and_give_the_same_gradients(name: str):
     case = CASES[name]
     sparse, dense, masks = sparse_and_dense(case)
     drift(sparse)
-    fast = compiled(sparse)
+    fast: Any = compiled(sparse)
     inputs, inputs_dense = case.inputs(), case.inputs()
-    found = fast(*inputs)
-    found, expected = found[0] if isinstance(found, tuple) else found, output(dense, *inputs_dense)
+    found, expected = output(fast, *inputs), output(dense, *inputs_dense)
     torch.testing.assert_close(found, expected)
     found.square().sum().backward()
     expected.square().sum().backward()
@@ -65,12 +61,9 @@ def test_compiled_modules_ignore_what_lies_under_the_mask_and_give_the_same_grad
         fast(*inputs)
     with torch.no_grad():
         drift(sparse)
-        again = fast(*inputs)
-        torch.testing.assert_close(again[0] if isinstance(again, tuple) else again, expected)
+        torch.testing.assert_close(output(fast, *inputs), expected)
 
 
-@own_deprecations
-@pytest.mark.usefixtures("_fresh_compiler")
 def test_compiled_subclass_follows_its_attributes():
     class Adjustable(nn.Linear):
         def __init__(self) -> None:
@@ -92,8 +85,6 @@ def test_compiled_subclass_follows_its_attributes():
     assert module.calls == 6
 
 
-@own_deprecations
-@pytest.mark.usefixtures("_fresh_compiler")
 def test_compiled_graphs_keep_no_masked_copy_for_the_backward_pass():
     model = nn.Sequential(nn.Linear(16, 24), nn.Tanh(), nn.Linear(24, 32), nn.Tanh(), nn.Linear(32, 16))
     for index in (0, 2, 4):
@@ -112,8 +103,6 @@ def test_compiled_graphs_keep_no_masked_copy_for_the_backward_pass():
     assert model[2].weight.grad.any()
 
 
-@own_deprecations
-@pytest.mark.usefixtures("_fresh_compiler")
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable:FutureWarning")  # its new name is newer than 5.0
 @pytest.mark.parametrize("checkpointed", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_compiled_llama_trains_and_keeps_its_zeros(checkpointed: bool):
@@ -135,8 +124,6 @@ def test_compiled_llama_trains_and_keeps_its_zeros(checkpointed: bool):
 
 
 @pytest.mark.slow
-@own_deprecations
-@pytest.mark.usefixtures("_fresh_compiler")
 def test_default_compiler_backend_trains_and_keeps_zeros():
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
     for index in (0, 2):
@@ -147,8 +134,6 @@ def test_default_compiler_backend_trains_and_keeps_zeros():
     assert losses[-1] < 0.9 * losses[0]
 
 
-@own_deprecations
-@pytest.mark.usefixtures("_fresh_compiler")
 @pytest.mark.parametrize("strict", [False, True])
 def test_exported_program_masks_its_weights(strict: bool):
     module, _ = sparse_linear()

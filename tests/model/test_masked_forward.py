@@ -20,11 +20,10 @@ from tests.model.sparse_modules import (
     random_mask,
     sparse_and_dense,
     sparse_linear,
+    written_on_purpose,
 )
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.* were written to pruned places:UserWarning"
-)  # here they are written on purpose
+pytestmark = written_on_purpose
 
 
 MODES = {"grad": torch.enable_grad, "no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
@@ -69,8 +68,7 @@ def test_gradients_are_the_dense_modules_with_zeros_at_pruned_places(case: Case)
 def test_nan_and_infinite_gradients_at_pruned_places_stay_out():
     module = nn.Linear(2, 2)
     mts.set_mask(module, "weight", torch.tensor([[True, False], [True, True]]))
-    x = torch.tensor([[1.0, torch.nan]])
-    module(x).backward(torch.tensor([[1.0, 2.0]]))
+    module(torch.tensor([[1.0, torch.nan]])).backward(torch.tensor([[1.0, 2.0]]))
     # d/dw_rc = upstream_r * x_c: column 1 is NaN, and pruned in row 0
     torch.testing.assert_close(module.weight.grad, torch.tensor([[1.0, 0.0], [2.0, torch.nan]]), equal_nan=True)
     module.weight.grad = None

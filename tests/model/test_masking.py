@@ -11,6 +11,7 @@ from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_sub
 from torch import nn
 
 import modelopt_sparse as mts
+from tests.helpers import assert_same_masks
 from tests.model.sparse_modules import (
     Case,
     at_rest,
@@ -20,11 +21,10 @@ from tests.model.sparse_modules import (
     output,
     random_mask,
     sparse_linear,
+    written_on_purpose,
 )
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.* were written to pruned places:UserWarning"
-)  # here they are written on purpose
+pytestmark = written_on_purpose
 
 
 @every_case
@@ -40,9 +40,7 @@ def test_module_becomes_sparse_in_place_and_plain_again_on_export(case: Case):
         mts.set_mask(module, name, mask)
 
     assert isinstance(module, classes[0])
-    assert {name: mask.tolist() for name, mask in mts.named_masks(module)} == {
-        name: mask.tolist() for name, mask in masks.items()
-    }
+    assert_same_masks(module, masks)
     for name, parameter in module.named_parameters():
         assert parameter is parameters[name]
         assert isinstance(parameter, nn.Parameter)

@@ -7,7 +7,9 @@ what an optimizer broke.
 import copy
 import pickle
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,9 +23,11 @@ from transformers.pytorch_utils import Conv1D as HFConv1D
 
 import modelopt_sparse as mts
 from tests.helpers import plain_from_pretrained, tiny_llama, token_batches
-from tests.model.sparse_modules import random_mask
+from tests.model.sparse_modules import random_mask, written_on_purpose
 
-pytestmark = [pytest.mark.core, pytest.mark.filterwarnings("ignore:.* were written to pruned places:UserWarning")]
+# the names that transformers 5.0 has as well; and peft 0.21 asks transformers 5.23 by an old name
+OLD_NAMES = ("ignore:.gradient_checkpointing:FutureWarning", "ignore:.is_gradient_checkpointing:FutureWarning")
+pytestmark = [pytest.mark.core, pytest.mark.filterwarnings(*OLD_NAMES), written_on_purpose]
 STEPS = 20
 
 
@@ -126,6 +130,15 @@ def train(
     return [*losses, float(loss_of(model, *data).detach())]
 
 
+def assert_learns(model: nn.Module, optimizer: torch.optim.Optimizer, **how: Any) -> list[float]:
+    """In training the loss falls, and every parameter moves -> the losses."""
+    before = values(model)
+    losses = train(model, optimizer, **how)
+    assert losses[-1] < 0.85 * losses[0]
+    assert not unchanged(model, before)
+    return losses
+
+
 # optimizers that keep zeros by themselves ---------------------------------------------------------------------------
 
 OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
@@ -145,10 +158,7 @@ OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]]
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_zeros_hold_and_kept_weights_learn_without_any_call(name: str):
     model = sparse_model()
-    before = values(model)
-    losses = train(model, OPTIMIZERS[name](model.parameters()))
-    assert losses[-1] < 0.85 * losses[0]
-    assert not unchanged(model, before)
+    assert_learns(model, OPTIMIZERS[name](model.parameters()))
 
 
 def two_micro_batches(model: nn.Module, x: Tensor, target: Tensor) -> Tensor:
@@ -169,24 +179,14 @@ def autocast(model: nn.Module, x: Tensor, target: Tensor) -> Tensor:
         return mean_square(model, x, target)
 
 
-@pytest.mark.parametrize(
-    ("loss_of", "tolerance"),
-    [
-        (two_micro_batches, 1e-4),
-        (checkpointed, 1e-4),
-        (lambda *data: checkpointed(*data, use_reentrant=True), 1e-4),
-        (autocast, 0.02),
-    ],
-    ids=["two graphs", "checkpointed", "checkpointed reentrant", "autocast"],
-)
+WAYS = {two_micro_batches: 1e-4, checkpointed: 1e-4, partial(checkpointed, use_reentrant=True): 1e-4, autocast: 0.02}
+
+
+@pytest.mark.parametrize(("loss_of", "tolerance"), WAYS.items())
 def test_other_ways_to_run_the_model_train_it_the_same(loss_of: Callable[..., Tensor], tolerance: float):
     expected = train(model := sparse_model(), OPTIMIZERS["AdamW"](model.parameters()))
-    model = sparse_model()
-    before = values(model)
-    losses = train(model, OPTIMIZERS["AdamW"](model.parameters()), loss_of=loss_of)
+    losses = assert_learns(model := sparse_model(), OPTIMIZERS["AdamW"](model.parameters()), loss_of=loss_of)
     assert losses == pytest.approx(expected, rel=tolerance)
-    assert losses[-1] < 0.85 * losses[0]
-    assert not unchanged(model, before)
 
 
 @pytest.mark.parametrize("name", ["SGD, momentum, decay", "AdamW", "Adafactor"])
@@ -208,13 +208,11 @@ def test_frozen_weights_stay_bit_for_bit_and_masked_while_the_rest_learns():
     model.get_parameter("body.0.weight").data[~dict(mts.named_masks(model))["body.0.weight"]] = 5.0
     with torch.no_grad():
         drifted = float(mean_square(model, *regression()))
-    losses = train(model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01))
+    losses = assert_learns(model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01))
     assert losses[0] == pytest.approx(drifted)
-    assert losses[-1] < 0.85 * losses[0]
     for name in ("body.0.weight", "attention.in_proj_weight"):
         assert torch.equal(model.get_parameter(name), before[name])
         assert model.get_parameter(name).grad is None
-    assert not unchanged(model, before)
 
 
 # attach_optimizer ---------------------------------------------------------------------------------------------------
@@ -245,14 +243,11 @@ def test_muon_loses_zeros_by_itself_and_keeps_them_when_attached():
     assert set(lost_zeros(model)) == set(MASKED) - {"conv.weight"}
 
     model = sparse_model()
-    before = values(model)
     optimizer = torch.optim.Muon(matrices(model), lr=0.05)
     mts.attach_optimizer(optimizer, model)
     for parameter in model.parameters():
         parameter.requires_grad_(parameter.dim() == 2)
-    losses = train(model, optimizer)
-    assert losses[-1] < 0.85 * losses[0]
-    assert not unchanged(model, before)
+    assert_learns(model, optimizer)
     pruned = state_at_pruned_places(model, optimizer)
     assert pruned
     assert not any(value.any() for value in pruned.values())
@@ -276,10 +271,7 @@ def test_a_mask_under_existing_momentum_needs_and_gets_attach_optimizer(name: st
     pruned = state_at_pruned_places(model, optimizer)
     assert len(pruned) >= len(MASKED)
     assert not any(value.any() for value in pruned.values())  # at once, before any step
-    before = values(model)
-    losses = train(model, optimizer)
-    assert losses[-1] < 0.85 * losses[0]
-    assert not unchanged(model, before)
+    assert_learns(model, optimizer)
     assert not any(value.any() for value in state_at_pruned_places(model, optimizer).values())
 
 
@@ -346,34 +338,17 @@ def token_rows(count: int = 16) -> list[dict[str, Tensor]]:
 
 
 def trainer(model: nn.Module, folder: Path, **changes) -> Trainer:
-    settings = {
-        "output_dir": str(folder),
-        "max_steps": 8,
-        "save_steps": 4,
-        "learning_rate": 3e-3,
-        "weight_decay": 0.1,
-        "per_device_train_batch_size": 4,
-        "bf16": True,
-        "use_cpu": True,
-        "logging_steps": 1,
-        "report_to": "none",
-        "disable_tqdm": True,
-        "seed": 3,
-        "gradient_checkpointing": True,
-        "gradient_checkpointing_kwargs": {"use_reentrant": False},
-    }
-    return Trainer(model, TrainingArguments(**{**settings, **changes}), train_dataset=token_rows())
+    settings: dict[str, Any] = {"max_steps": 8, "save_steps": 4, "learning_rate": 3e-3, "weight_decay": 0.1, "seed": 3}
+    settings |= {"per_device_train_batch_size": 4, "bf16": True, "use_cpu": True, "gradient_checkpointing": True}
+    settings |= {"gradient_checkpointing_kwargs": {"use_reentrant": False}, "logging_steps": 1, "disable_tqdm": True}
+    arguments = TrainingArguments(str(folder), **{**settings, "report_to": "none", **changes})
+    return Trainer(model, arguments, train_dataset=token_rows())
 
 
 def mask_keys(folder: Path) -> list[str]:
     return [key for file in folder.glob("*.safetensors") for key in load_file(file) if "mask" in key]
 
 
-# the names that transformers 5.0 has as well
-old_names = pytest.mark.filterwarnings("ignore:.gradient_checkpointing:FutureWarning")
-
-
-@old_names
 def test_trainer_keeps_zeros_learns_and_resumes_where_it_stopped(tmp_path: Path, capsys):
     model = sparse_llama()
     mts.save(model, tmp_path / "start")
@@ -389,8 +364,7 @@ def test_trainer_keeps_zeros_learns_and_resumes_where_it_stopped(tmp_path: Path,
 
     halfway = tmp_path / "whole" / "checkpoint-4"
     assert mask_keys(halfway) == []
-    read = plain_from_pretrained(halfway)
-    assert len(mts.verify(read, "2:4").layers) == 14
+    assert len(mts.verify(plain_from_pretrained(halfway), "2:4").layers) == 14
 
     restored = mts.restore(tiny_llama(), tmp_path / "start")
     resumed = trainer(restored, tmp_path / "resumed")
@@ -401,7 +375,6 @@ def test_trainer_keeps_zeros_learns_and_resumes_where_it_stopped(tmp_path: Path,
     torch.testing.assert_close(values(restored), values(model), rtol=1e-6, atol=1e-7)
 
 
-@old_names
 def test_trainer_with_an_attached_optimizer_keeps_zeros_under_old_momentum(tmp_path: Path):
     model = tiny_llama()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -445,10 +418,6 @@ def test_save_pretrained_writes_zeros_and_no_masks(change: str, shard: str, tmp_
 # LoRA ---------------------------------------------------------------------------------------------------------------
 
 
-# peft 0.21 asks transformers 5.23 by an old name
-lora = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
-
-
 def with_adapters(model: nn.Module) -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
@@ -471,17 +440,14 @@ def trained_adapters() -> tuple[nn.Module, LlamaForCausalLM]:
     return model.eval(), untouched
 
 
-@lora
 def test_adapters_train_on_a_sparse_base_that_stays_as_it_is():
     model, untouched = trained_adapters()
-    masks = dict(mts.named_masks(model))
-    assert len(masks) == 14
+    assert len(dict(mts.named_masks(model))) == 14
     theirs = {name.replace("base_layer.", "").removeprefix("base_model.model."): p for name, p in values(model).items()}
     for name, parameter in untouched.named_parameters():
         assert torch.equal(theirs[name], parameter), name
 
 
-@lora
 @pytest.mark.parametrize("enforce", [True, False])
 def test_the_report_of_a_model_with_adapters_is_that_of_its_base(enforce: bool, tmp_path: Path):
     """Whoever asks for it leaves it as it is, for the model that is merged again."""
@@ -529,7 +495,6 @@ READINGS: dict[str, Callable[[LlamaForCausalLM, Path], nn.Module]] = {
 }
 
 
-@lora
 @pytest.mark.parametrize("reading", READINGS)
 def test_merged_adapters_are_masked_in_everything_that_is_read_from_the_model(reading: str, tmp_path: Path):
     model, untouched = trained_adapters()
@@ -552,7 +517,6 @@ def test_merged_adapters_are_masked_in_everything_that_is_read_from_the_model(re
         torch.testing.assert_close(read(tokens).logits, plain(tokens).logits)
 
 
-@lora
 def test_adapters_can_be_merged_and_unmerged_in_place():
     model, untouched = trained_adapters()
     (tokens,) = token_batches(1)

@@ -158,8 +158,7 @@ def test_a_part_with_a_wrapper_of_its_own_is_refused_by_name(tmp_path, plain, wr
         mts.verify,
     ]
     for call in calls:
-        kind = type(model.model.layers[1]).__name__
-        part = f"'model.layers.1' is wrapped by {kind}"
+        part = f"'model.layers.1' is wrapped by {type(model.model.layers[1]).__name__}"
         refused(call, model, parts=[part, "unwrap it, wrap it after"])
     assert [path.name for path in tmp_path.iterdir()] == ["sparse"]
 

@@ -24,11 +24,10 @@ from tests.model.sparse_modules import (
     random_mask,
     sparse_and_dense,
     sparse_linear,
+    written_on_purpose,
 )
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.* were written to pruned places:UserWarning"
-)  # here they are written on purpose
+pytestmark = written_on_purpose
 
 X = torch.randn(3, 8, generator=torch.Generator().manual_seed(11))
 
@@ -296,8 +295,7 @@ def test_tensors_made_in_inference_mode_are_masked_in_each_call(made: str):
 def test_a_set_mask_counts_as_a_write():
     """A graph that was made with other zeros must not be used."""
     module, mask = sparse_linear()
-    x = X.clone().requires_grad_()
-    loss = module(x).sum()
+    loss = module(X.clone().requires_grad_()).sum()
     mts.set_mask(module, "weight", mask.roll(1, 1))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
@@ -414,15 +412,8 @@ def test_a_swapped_tensor_is_seen():
 
 # bits -----------------------------------------------------------------------------------------------------------------
 
-DTYPES = [
-    torch.float64,
-    torch.float32,
-    torch.bfloat16,
-    torch.float16,
-    torch.float8_e4m3fn,
-    torch.complex64,
-    torch.complex128,
-]
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn]
+DTYPES += [torch.complex64, torch.complex128]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -440,8 +431,7 @@ def test_zeros_are_written_bit_by_bit(dtype: torch.dtype, layout: str, monkeypat
     if layout == "transposed":
         values = values.t()
     mask = torch.rand(values.shape) > 0.5
-    before = bits(values)
-    expected = torch.where(mask.unsqueeze(-1), before, 0)
+    expected = torch.where(mask.unsqueeze(-1), bits(values), 0)
     write_zeros(values, mask)
     assert torch.equal(bits(values), expected)
 

@@ -239,8 +239,7 @@ us: microseconds of a call, dense -> 2:4, each with its fastest library or algor
 def test_the_report_says_everything_as_text_and_as_json(backend, blas):
     model = chain(pruned(32, 64), pruned(64, 128, bias=False), nn.Linear(128, 64, dtype=torch.bfloat16))
     convert.convert(model, Settings.of({"tune": (1, 64)}), lambda device: timed_place(backend, Stopwatch(**TABLE)))
-    text = str(mts.semi_structured_report(model))
-    assert text == REPORT
+    assert str(mts.semi_structured_report(model)) == REPORT
     read = json.loads(mts.semi_structured_report(model).to_json())
     assert read["layers"][0]["timings"][0]["algorithm"] == [0, 1, -1]
     assert read["versions"]["torch"] == torch.__version__

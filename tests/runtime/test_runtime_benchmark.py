@@ -24,8 +24,6 @@ SMALL |= {"vocab_size": 97, "max_position_embeddings": 64}
 @pytest.fixture
 def bench(monkeypatch) -> Any:
     spec = importlib.util.spec_from_file_location("semi_structured_benchmark", ROOT / SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     monkeypatch.setattr(module, "SHAPES", {"good": (32, 128), "odd": (16, 128)})

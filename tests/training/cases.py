@@ -13,6 +13,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 from transformers.pytorch_utils import Conv1D as HFConv1D
 
 from modelopt_sparse import training
+from modelopt_sparse.model.masking import named_masks
 
 
 class Zoo(nn.Module):
@@ -27,14 +28,8 @@ class Zoo(nn.Module):
         self.conv1d = HFConv1D(8, 8)
         self.conv = nn.Conv1d(8, 8, 3, padding=1, groups=2)
         self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
-        config = MixtralConfig(
-            hidden_size=8,
-            intermediate_size=8,
-            num_local_experts=3,
-            num_experts_per_tok=2,
-            experts_implementation="eager",
-        )
-        self.experts = MixtralSparseMoeBlock(config)
+        sizes = {"hidden_size": 8, "intermediate_size": 8, "num_local_experts": 3, "num_experts_per_tok": 2}
+        self.experts = MixtralSparseMoeBlock(MixtralConfig(**sizes, experts_implementation="eager"))
         for parameter in self.experts.parameters():
             nn.init.normal_(parameter, std=0.3)
         self.listed = nn.ParameterList([nn.Parameter(torch.randn(8, 8) / 3)])
@@ -64,6 +59,10 @@ LAYERS = (
     "read.weight",
 )
 OTHERS = ("embed.weight", "linear.bias", "listed.0", "norm.weight")
+
+
+def masks_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: mask.clone() for name, mask in named_masks(model)}
 
 
 def batch(step: int, size: int = 4) -> Tensor:

@@ -42,11 +42,11 @@ def padded(rows: int = 4, length: int = 10) -> dict[str, Tensor]:
     ids = torch.randint(3, 97, (rows, length), generator=torch.Generator().manual_seed(1))
     lengths = torch.tensor([10, 7, 8, 5] * (rows // 4))[:, None]
     real = torch.arange(length) < lengths
-    return {
-        "input_ids": ids.where(real, PAD),
-        "attention_mask": real.long(),
-        "labels": ids.where(real, -100),
-    }
+    return {"input_ids": ids.where(real, PAD), "attention_mask": real.long(), "labels": ids.where(real, -100)}
+
+
+def started(**changes: Any) -> tuple[Any, Any, dict[str, Tensor]]:
+    return *pair(**changes), padded()
 
 
 def kl_of(p: Tensor, q: Tensor, temperature: float = 1.0) -> Tensor:
@@ -77,26 +77,29 @@ def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], **tolera
         torch.testing.assert_close(one, expected[name], msg=lambda text, name=name: f"{name}: {text}", **tolerance)
 
 
-# the loss -------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("temperature", [1.0, 2.0])
-def test_the_loss_is_the_divergence_on_real_tokens(temperature):
-    model, teacher = pair()
-    batch = padded()
-    expected = oracle(model, teacher, batch, temperature) * temperature**2
+def assert_distilled(model: Any, teacher: Any, batch: dict[str, Tensor], expected: Tensor, **options: float) -> None:
+    """The loss is as expected, and so are its gradients."""
     expected.backward()
     slopes = gradients(model)
-    with distill(model, teacher, temperature=temperature):
+    with distill(model, teacher, **options):
         loss = model(**batch).loss
     torch.testing.assert_close(loss, expected)
     loss.backward()
     assert_close(gradients(model), slopes)
 
 
+# the loss -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_the_loss_is_the_divergence_on_real_tokens(temperature):
+    model, teacher, batch = started()
+    expected = oracle(model, teacher, batch, temperature) * temperature**2
+    assert_distilled(model, teacher, batch, expected, temperature=temperature)
+
+
 def test_without_labels_the_attention_mask_says_what_counts():
-    model, teacher = pair()
-    batch = padded()
+    model, teacher, batch = started()
     del batch["labels"]
     taught, logits = teacher(**batch).logits, model(**batch).logits
     terms = [
@@ -111,18 +114,15 @@ def test_without_labels_the_attention_mask_says_what_counts():
 
 
 def test_shift_labels_are_taken_as_they_are():
-    model, teacher = pair()
-    batch = padded()
+    model, teacher, batch = started()
     expected = oracle(model, teacher, batch)
     shifted = F.pad(batch.pop("labels")[:, 1:], (0, 1), value=-100)
-    with distill(model, teacher):
-        loss = model(**batch, labels=torch.full_like(shifted, 5), shift_labels=shifted).loss
-    torch.testing.assert_close(loss, expected)
+    labels = {"labels": torch.full_like(shifted, 5), "shift_labels": shifted}
+    assert_distilled(model, teacher, {**batch, **labels}, expected)
 
 
 def test_the_parts_are_weighted():
-    model, teacher = pair()
-    batch = padded()
+    model, teacher, batch = started()
     own = model(**batch).loss
     real = batch["attention_mask"].bool()
     states, taught = (one(**batch, output_hidden_states=True).hidden_states[1:] for one in (model, teacher))
@@ -130,13 +130,7 @@ def test_the_parts_are_weighted():
         F.mse_loss(h[real], t[real]) / F.mse_loss(t[real], torch.zeros_like(t[real])) for h, t in zip(states, taught)
     ]
     expected = 0.5 * oracle(model, teacher, batch) + 0.25 * own + 2 * sum(layers) / len(layers)
-    expected.backward()
-    slopes = gradients(model)
-    with distill(model, teacher, kl=0.5, task=0.25, square_head=2.0):
-        loss = model(**batch).loss
-    torch.testing.assert_close(loss, expected)
-    loss.backward()
-    assert_close(gradients(model), slopes)
+    assert_distilled(model, teacher, batch, expected, kl=0.5, task=0.25, square_head=2.0)
 
 
 @pytest.mark.parametrize("weights", [{"kl": 0.7}, {"kl": 0.7, "task": 0.3}], ids=["kl", "kl and task"])
@@ -154,8 +148,7 @@ def test_four_small_batches_are_one_big_one(weights):
 
 
 def test_square_head_is_weighted_by_the_share_of_the_predictions():
-    model, teacher = pair()
-    batch = padded()
+    model, teacher, batch = started()
     with distill(model, teacher, kl=0, square_head=1.0):
         alone = model(**batch).loss
         shared = model(**batch, num_items_in_batch=4 * int(batch["labels"][:, 1:].ne(-100).sum())).loss
@@ -163,8 +156,7 @@ def test_square_head_is_weighted_by_the_share_of_the_predictions():
 
 
 def test_a_batch_with_nothing_to_predict_is_zero():
-    model, teacher = pair()
-    batch = padded()
+    model, teacher, batch = started()
     batch["labels"].fill_(-100)
     with distill(model, teacher):
         loss = model(**batch).loss
@@ -174,8 +166,7 @@ def test_a_batch_with_nothing_to_predict_is_zero():
 
 
 def test_bfloat16_and_autocast():
-    model, teacher = pair(torch.float32)
-    batch = padded()
+    model, teacher, batch = started(dtype=torch.float32)
     expected = oracle(model, teacher, batch)
     halves = [copy.deepcopy(one).bfloat16() for one in (model, teacher)]
     with distill(halves[0], halves[1]):
@@ -253,9 +244,8 @@ def test_labels_of_a_masked_language_model_are_not_shifted():
 
 
 def test_an_encoder_decoder():
-    config = T5Config(
-        vocab_size=97, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0, dropout_rate=0
-    )
+    sizes: dict[str, Any] = {"vocab_size": 97, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+    config = T5Config(**sizes, decoder_start_token_id=0, dropout_rate=0)
     teacher, model = (T5ForConditionalGeneration(config).double().eval() for _ in range(2))
     batch = padded()
     p, q = teacher(**batch).logits.detach(), model(**batch).logits
@@ -270,22 +260,10 @@ def test_an_encoder_decoder():
 
 def trained(model: nn.Module, batch: dict[str, Tensor], folder: Any, size: int, steps: int) -> None:
     rows = [{name: x[i] for name, x in batch.items()} for i in range(len(batch["labels"]))]
-    arguments = TrainingArguments(
-        str(folder),
-        max_steps=2,
-        per_device_train_batch_size=size,
-        gradient_accumulation_steps=steps,
-        learning_rate=1e-3,
-        lr_scheduler_type="constant",
-        max_grad_norm=0.0,
-        seed=1,
-        optim="sgd",
-        use_cpu=True,
-        report_to="none",
-        disable_tqdm=True,
-        logging_strategy="no",
-        save_strategy="no",
-    )
+    settings: dict[str, Any] = {"max_steps": 2, "learning_rate": 1e-3, "lr_scheduler_type": "constant", "optim": "sgd"}
+    settings |= {"per_device_train_batch_size": size, "gradient_accumulation_steps": steps, "max_grad_norm": 0.0}
+    settings |= {"seed": 1, "use_cpu": True, "report_to": "none", "disable_tqdm": True}
+    arguments = TrainingArguments(str(folder), logging_strategy="no", save_strategy="no", **settings)
     Trainer(model, arguments, train_dataset=rows).train()
 
 
@@ -315,8 +293,7 @@ def test_trainer_accumulates_gradients_as_in_one_big_batch(tmp_path):
 
 
 def test_wrapped_models():
-    model, teacher = pair()
-    batch = padded()
+    model, teacher, batch = started()
     expected = oracle(model, teacher, batch)
     with distill(nn.DataParallel(model), nn.DataParallel(teacher)):
         torch.testing.assert_close(nn.DataParallel(model)(**batch).loss, expected)
@@ -325,12 +302,10 @@ def test_wrapped_models():
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated", "ignore:The .grad attribute")  # dynamo's own
 def test_a_compiled_model():
-    model, teacher = pair(num_hidden_layers=1)
-    batch = padded()
+    model, teacher, batch = started(num_hidden_layers=1)
     expected = oracle(model, teacher, batch)
     with distill(model, teacher):
-        compiled = torch.compile(model, backend="eager")
-        loss = compiled(**batch, use_cache=False).loss
+        loss = torch.compile(model, backend="eager")(**batch, use_cache=False).loss
     torch.testing.assert_close(loss, expected)
     loss.backward()
     assert gradients(model)
@@ -382,8 +357,7 @@ def test_the_teacher_learns_nothing_and_is_asked_in_eval_mode():
 
 
 def test_eval_mode_and_remove_give_the_models_own_output():
-    model, teacher = pair()
-    batch = padded()
+    model, teacher, batch = started()
     for one in (model, teacher):
         one(**batch, output_hidden_states=True)  # the first time transformers leaves hooks of its own
     own = model(**batch)
@@ -404,8 +378,7 @@ def test_eval_mode_and_remove_give_the_models_own_output():
 def test_a_copy_of_the_model_copies_no_teacher():
     model, teacher = pair()
     with distill(model, teacher):
-        twin = copy.deepcopy(model)
-        (hook,) = twin._forward_hooks.values()
+        (hook,) = copy.deepcopy(model)._forward_hooks.values()
     cells = [cell.cell_contents for cell in hook.__closure__]
     assert any(content is teacher for content in cells)
 
@@ -492,18 +465,12 @@ REFUSED_CALLS: dict[str, tuple[Any, dict[str, float], dict[str, Any], list[str]]
     "no head": (
         lambda: [one.model for one in pair()], {}, padded(), ["the model gives no logits", "use one with a head"]
     ),
-    "a tuple": (
-        pair, {}, {**padded(), "return_dict": False}, ["the model gives no logits", "return_dict=False"]
-    ),
-    "an image": (
-        lambda: (Image(), Image()), {}, {"x": torch.zeros(2, 3, 4, 5)}, ["the model gives no logits"]
-    ),
+    "a tuple": (pair, {}, {**padded(), "return_dict": False}, ["the model gives no logits", "return_dict=False"]),
+    "an image": (lambda: (Image(), Image()), {}, {"x": torch.zeros(2, 3, 4, 5)}, ["the model gives no logits"]),
     "fewer logits than tokens": (
         pair, {}, {**UNLABELLED, "logits_to_keep": 1}, ["attention_mask [4, 10] does not say which of [4, 1] tokens"]
     ),
-    "a mask of four axes": (
-        pair, {}, {"input_ids": IDS, "attention_mask": CAUSAL}, ["attention_mask [4, 1, 10, 10]"]
-    ),
+    "a mask of four axes": (pair, {}, {"input_ids": IDS, "attention_mask": CAUSAL}, ["attention_mask [4, 1, 10, 10]"]),
     "no labels": (
         pair, {"task": 0.5}, {"input_ids": IDS},
         ["distill(task=0.5): the model gives no loss of its own: give labels"],

@@ -14,7 +14,7 @@ import modelopt_sparse as mts
 from modelopt_sparse import training
 from modelopt_sparse.model.masking import SparseModule, named_masks
 from tests.helpers import assert_bits, tiny_llama
-from tests.training.cases import applied
+from tests.training.cases import applied, masks_of
 
 
 class Mlp(nn.Module):
@@ -39,10 +39,6 @@ def step(model, *optimizers, seed=0):
     model(x).square().mean().backward()
     for optimizer in optimizers:
         optimizer.step()
-
-
-def masks_of(model):
-    return {name: mask.clone() for name, mask in named_masks(model)}
 
 
 @pytest.mark.parametrize("order", ["rigl first", "rigl last"])
@@ -102,15 +98,13 @@ def test_weights_that_nobody_trains_keep_their_masks(why, algorithm):
         warnings.simplefilter("error")
         for number in range(1, 9):
             step(model, optimizer, seed=number)
-    live = int(first.count_nonzero())
-    assert live == first.numel() // 2, "none of its live weights is lost"
+    assert int(first.count_nonzero()) == first.numel() // 2, "none of its live weights is lost"
     assert torch.equal(masks_of(model)["first.weight"], start["first.weight"])
     assert not torch.equal(masks_of(model)["second.weight"], start["second.weight"])
     assert "does not move" in str(mts.report(model).layers[0].notes)
     first.requires_grad_()
     if why == "no optimizer":  # one that is made later takes them over
-        later = sparsity.apply(torch.optim.SGD([first], lr=0.05))
-        step(model, optimizer, later, seed=9)
+        step(model, optimizer, sparsity.apply(torch.optim.SGD([first], lr=0.05)), seed=9)
     else:
         step(model, optimizer, seed=9)
     assert not torch.equal(masks_of(model)["first.weight"], start["first.weight"])

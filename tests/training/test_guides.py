@@ -47,13 +47,6 @@ def test_how_to_sparsify_your_model():
     assert zeros(model) == {"fc1.weight": 0.3, "fc1.bias": 0.3, "fc2.weight": 0.3, "fc2.bias": 0.3}
 
 
-def test_a_parameter_that_requires_dense():
-    model = Model()
-    model.fc1.bias.requires_dense = True
-    model.apply(sparse.Static(sparsity=0.3))
-    assert set(zeros(model)) == {"fc1.weight", "fc2.weight", "fc2.bias"}
-
-
 def test_sparsifying_optimizers():
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -204,15 +197,6 @@ def test_config_examples(text, expected, tmp_path):
         assert zeros(model) == expected
     for one, two in zip(models[0].state_dict().values(), models[1].state_dict().values()):
         assert torch.equal(one, two)
-
-
-def test_init_methods_of_the_guide(tmp_path):
-    for method in ("random", "topk"):
-        model = Block()
-        dense = model.linear_layer.weight.detach().clone()
-        sparse.configure({"sparsity": 0.3, "init_method": method, "seed": 7}).apply(model)
-        mask = model.linear_layer.weight_mask
-        assert (dense.abs()[mask].min() >= dense.abs()[~mask].max()) == (method == "topk")
 
 
 def test_changing_the_level_after_a_checkpoint():

@@ -61,23 +61,17 @@ def test_golden_sizes_and_levels(make, level, width, of_layers, of_model):
     assert level_of(training.sparse_ift(make(), level, iso="model")) == pytest.approx(of_model, abs=5e-5)
 
 
+QWEN3 = Qwen3Config(hidden_size=1024, num_attention_heads=16, head_dim=128)
+BASIC = ResNetConfig(hidden_sizes=[5, 15], depths=[1, 1], layer_type="basic")
 CONFIGS = {  # config, level -> sizes that come out
     "llama": (LlamaConfig(), 0.5, {"hidden_size": 5824, "head_dim": 182, "intermediate_size": 15652}),
-    "qwen3": (
-        Qwen3Config(hidden_size=1024, num_attention_heads=16, head_dim=128),
-        0.75,
-        {"hidden_size": 2048, "head_dim": 256},
-    ),
+    "qwen3": (QWEN3, 0.75, {"hidden_size": 2048, "head_dim": 256}),
     "opt": (OPTConfig(), 0.5, {"hidden_size": 1092, "ffn_dim": 4368, "word_embed_proj_dim": 1092}),
     "bert": (BertConfig(), 0.5, {"hidden_size": 1092, "intermediate_size": 4368}),
     "t5": (T5Config(), 0.75, {"d_model": 1024, "d_kv": 128, "d_ff": 4096}),
     "vit": (ViTConfig(), 0.75, {"hidden_size": 1536, "intermediate_size": 6144}),
     "resnet": (ResNetConfig(), 0.75, {"embedding_size": 128, "hidden_sizes": [512, 1024, 2048, 4096]}),
-    "resnet without bottlenecks": (
-        ResNetConfig(hidden_sizes=[5, 15], depths=[1, 1], layer_type="basic"),
-        8 / 9,
-        {"hidden_sizes": [15, 45]},
-    ),
+    "resnet without bottlenecks": (BASIC, 8 / 9, {"hidden_sizes": [15, 45]}),
     "swin": (SwinConfig(), 0.5, {"embed_dim": 138, "hidden_size": 1104}),
 }
 

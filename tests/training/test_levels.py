@@ -73,18 +73,10 @@ def test_levels_are_told_after_every_step(build, levels):
     assert by_function == writer.seen
 
     algorithms = {name: weight.algorithm for name, weight in sparsity.sparse_params.items()}
-    told = [(kind, name, algorithm) for kind, algorithm, name, _ in hooked]
-    assert told == [
-        (kind, name, algorithms[name]) for _ in range(5) for name in levels for kind in ("target", "actual")
-    ]
-    assert [each[-1] for each in hooked] == pytest.approx(
-        [
-            counted[f"sparsity/{name}/{kind}", step]
-            for step in range(1, 6)
-            for name in levels
-            for kind in ("target", "actual")
-        ]
-    )
+    order = [(step, name, kind) for step in range(1, 6) for name in levels for kind in ("target", "actual")]
+    assert [each[:3] for each in hooked] == [(kind, algorithms[name], name) for _, name, kind in order]
+    values = [counted[f"sparsity/{name}/{kind}", step] for step, name, kind in order]
+    assert [each[-1] for each in hooked] == pytest.approx(values)
 
 
 def test_a_removed_hook_hears_no_more():
@@ -100,16 +92,10 @@ def test_a_writer_that_is_none():
 
 
 def test_add_summaries_of_a_file_goes_to_logging(caplog):
+    told = {"param_filter": "fc1.weight", "sparsity": 0.25, "add_summaries": True}
+    quiet = {"param_filter": "fc2.weight", "sparsity": 0.5, "add_summaries": False}
     with caplog.at_level(logging.INFO, "modelopt_sparse.training"):
-        trained(
-            training.configure(
-                [
-                    {"param_filter": "fc1.weight", "sparsity": 0.25, "add_summaries": True},
-                    {"param_filter": "fc2.weight", "sparsity": 0.5, "add_summaries": False},
-                ]
-            ),
-            steps=2,
-        )
+        trained(training.configure([told, quiet]), steps=2)
     assert caplog.messages == [
         f"step {step}: sparsity/fc1.weight/{kind} 0.25" for step in (1, 2) for kind in ("target", "actual")
     ]

@@ -70,8 +70,7 @@ def run(module, x):
     if module.padding_mode != "zeros":
         sides = [side for size in reversed(module.padding) for side in (size, size)]
         padded = F.pad(x, sides, mode=module.padding_mode)
-    spatial = len(module.kernel_size)
-    conv = (F.conv1d, F.conv2d, F.conv3d)[spatial - 1]
+    conv = (F.conv1d, F.conv2d, F.conv3d)[len(module.kernel_size) - 1]
     padding = 0 if module.padding_mode != "zeros" else module.padding
     return conv(padded, module.weight, module.bias, module.stride, padding, module.dilation)
 

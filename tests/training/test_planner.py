@@ -45,6 +45,9 @@ def test_a_language_model_counts_attention_and_head_as_dense():
     assert after.dense.weights - after.sparse.weights == blocks // 2
 
 
+LINEAR = nn.Linear(16, 16, bias=False)
+
+
 def tied_convolutions():
     model = nn.Sequential(*(nn.Conv2d(inputs, 4, 3, padding=1) for inputs in (3, 4, 4)))
     model[2].weight = model[1].weight
@@ -65,30 +68,22 @@ class Attention(nn.MultiheadAttention):
         return super().forward(x, x, x, need_weights=False)[0]
 
 
-@pytest.mark.parametrize(
-    ("build", "include", "shape", "products"),
-    [
-        (TwoWeights, ["*"], (32, 16), {"up": 32 * 1024, "down": 32 * 1024}),
-        (TwoWeights, ["up"], (32, 16), {"up": 32 * 1024, "down": 32 * 1024}),
-        (
-            lambda: Attention(32, 4, batch_first=True),
-            ["in_proj_weight", "out_proj.weight"],
-            (2, 16, 32),
-            {"in_proj_weight": 32 * 3 * 1024, "out_proj.weight": 32 * 1024, "": 2 * 2 * 16 * 16 * 32},
-        ),
-        (
-            lambda: nn.Sequential(nn.Linear(16, 16, bias=False), nn.BatchNorm1d(16)),
-            ["0.weight"],
-            (32, 16),
-            {"0.weight": 32 * 256},
-        ),
-        (tied_convolutions, ["1.weight"], (2, 3, 8, 8), {"0": 2 * 64 * 3 * 36, "1.weight": 2 * 2 * 64 * 4 * 36}),
-    ],
-    ids=["two weights", "one of two", "attention", "batch norm", "tied convolutions"],
-)
-def test_each_weight_of_a_module_is_counted_by_itself(build, include, shape, products):
+PRODUCTS = {
+    "two weights": (TwoWeights(), ["*"], (32, 16), {"up": 32 * 1024, "down": 32 * 1024}),
+    "one of two": (TwoWeights(), ["up"], (32, 16), {"up": 32 * 1024, "down": 32 * 1024}),
+    "batch norm": (nn.Sequential(LINEAR, nn.BatchNorm1d(16)), ["0.weight"], (32, 16), {"0.weight": 32 * 256}),
+    "tied": (tied_convolutions(), ["1.weight"], (2, 3, 8, 8), {"0": 2 * 64 * 108, "1.weight": 2 * 2 * 64 * 144}),
+    "attention": (
+        *(Attention(32, 4, batch_first=True), ["in_proj_weight", "out_proj.weight"], (2, 16, 32)),
+        {"in_proj_weight": 32 * 3 * 1024, "out_proj.weight": 32 * 1024, "": 2 * 2 * 16 * 16 * 32},
+    ),
+}
+
+
+@pytest.mark.parametrize(("model", "include", "shape", "products"), PRODUCTS.values(), ids=list(PRODUCTS))
+def test_each_weight_of_a_module_is_counted_by_itself(model, include, shape, products):
     """2 x positions x live weights, also where one module holds several products; statistics stay as they are."""
-    model, sparsity = build(), training.Static(0.5, include=include)
+    model, sparsity = copy.deepcopy(model), training.Static(0.5, include=include)
     sparsity.apply(model)
     before = copy.deepcopy(model.state_dict())
     cost = training.cost(model, torch.randn(shape))

@@ -36,8 +36,7 @@ class Mlp(nn.Module):
 
 
 def data(step, size=16, dtype=torch.float64):
-    generator = torch.Generator().manual_seed(step)
-    return torch.randn(size, 12, generator=generator, dtype=dtype)
+    return torch.randn(size, 12, generator=torch.Generator().manual_seed(step), dtype=dtype)
 
 
 def loss_of(model, x):
@@ -134,8 +133,7 @@ def test_a_compiled_model_has_two_graphs_and_never_a_third():
         return graph
 
     torch._dynamo.reset()
-    compiled = torch.compile(model, fullgraph=True, backend=backend)
-    run(compiled, optimizer, 6)
+    run(torch.compile(model, fullgraph=True, backend=backend), optimizer, 6)
     assert len(graphs) == 2
     assert_same_masks(model, plain())
 
@@ -204,8 +202,7 @@ def clipped_norms(dtype, scale):
         applied(training.RigL(0.5, include="weight", update=freq), model)
         mask = dict(named_masks(model))["weight"]
         wanted = torch.where(mask, scale, 1.0).to(dtype) * torch.randn(64, 64).to(dtype)
-        x = torch.eye(64, dtype=dtype)
-        (model(x) * wanted.T).sum().backward()
+        (model(torch.eye(64, dtype=dtype)) * wanted.T).sum().backward()
         norms.append(nn.utils.clip_grad_norm_(model.parameters(), 1.0))
     return norms
 

@@ -30,24 +30,11 @@ ALGORITHMS = {
 
 
 def trainer(folder, model, sparsity, steps=6, callback=None, **options):
-    arguments = {
-        "output_dir": str(folder),
-        "max_steps": steps,
-        "per_device_train_batch_size": 4,
-        "save_steps": 3,
-        "save_strategy": "steps",
-        "report_to": "none",
-        "use_cpu": True,
-        "learning_rate": 1e-2,
-        "lr_scheduler_type": "constant",
-        "disable_tqdm": True,
-        "logging_strategy": "no",
-        **options,
-    }
-    callback = callback or training.SparsityCallback(sparsity)
-    return Trainer(
-        model, TrainingArguments(**arguments), train_dataset=DATA, eval_dataset=DATA[:4], callbacks=[callback]
-    )
+    settings = {"max_steps": steps, "per_device_train_batch_size": 4, "save_steps": 3, "save_strategy": "steps"}
+    settings |= {"report_to": "none", "use_cpu": True, "disable_tqdm": True, "logging_strategy": "no"}
+    settings |= {"learning_rate": 1e-2, "lr_scheduler_type": "constant", **options}
+    arguments, callbacks = TrainingArguments(str(folder), **settings), [callback or training.SparsityCallback(sparsity)]
+    return Trainer(model, arguments, train_dataset=DATA, eval_dataset=DATA[:4], callbacks=callbacks)
 
 
 @pytest.fixture(scope="module")
@@ -103,9 +90,8 @@ def test_the_best_checkpoint_comes_back_with_its_masks(tmp_path):
             self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
             return metrics
 
-    arguments = trainer(
-        tmp_path, model, sparsity, eval_strategy="steps", eval_steps=2, save_steps=2, load_best_model_at_end=True
-    ).args
+    options = {"eval_strategy": "steps", "eval_steps": 2, "save_steps": 2, "load_best_model_at_end": True}
+    arguments = trainer(tmp_path, model, sparsity, **options).args
     callbacks = [training.SparsityCallback(sparsity)]
     with warnings.catch_warnings():
         warnings.filterwarnings("error", ".* were written to pruned places")
