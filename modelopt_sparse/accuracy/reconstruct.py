@@ -61,7 +61,8 @@ def reconstruct(
     """Tune a block in place, and report it. ``masks`` are those of the weights pruned in this run (True = kept; None:
     all of it is tuned); those of ``movable`` move.
 
-    Never worse on the batches held back, see `tune`. ``requires_grad`` and gradients are as before afterwards.
+    Never worse on the batches held back, see `tune`; where no epoch is better, all are made again at a quarter of the
+    rate. ``requires_grad`` and gradients are as before afterwards.
     """
     options, began = run.config.reconstruct, time.perf_counter()
     assert options is not None
@@ -86,7 +87,11 @@ def reconstruct(
         # scaled so that neither its gradients nor those inside of the block leave float16's range
         return error(index) / max(step_energies[index], 1e-30) * sizes[index] ** 0.5
 
-    values = TunedWeights(weights, outputs_of(block.layer_plans), options.learning_rate, movable)
+    def tuned_at(rate: float) -> tuple[float, int, list[str]]:
+        values = TunedWeights(weights, outputs_of(block.layer_plans), rate, movable)
+        values.scale_rate(before)
+        return tune(values, batches, epochs, run.config.seed, loss, judge, before)
+
     # pruned weights are zeros; to let masks see to it in each call takes a twentieth of a step
     with forward_context(run), without_masks(inputs.block), only_these_require_grad(inputs.block, weights):
         token_masks = _token_masks(block, inputs, goals.outputs)
@@ -94,16 +99,18 @@ def reconstruct(
         energies = [float(squared(goal.float(), index)) for index, goal in enumerate(goals.outputs)]
         step_energies, sizes = batches.per_step(energies), batches.per_step([goal.numel() for goal in goals.outputs])
         judge = partial(batches.validation_error, lambda index: (float(error(index)), energies[index]))
-        before = judge()
-        values.scale_rate(before)
+        before, rate, epochs = judge(), options.learning_rate, options.epochs
         try:
-            best, epoch, notes = tune(values, batches, options.epochs, run.config.seed, loss, judge, before)
+            best, epoch, notes = tuned_at(rate)
+            if epoch == 0:  # steps of this size lose more than they gain
+                rate /= 4
+                best, epoch, notes = tuned_at(rate)
         except BaseException:
             broken = "its reconstruction was broken off; it has the best values up to then"
             run.report.notes.append(f"{block.name!r}: {broken}")
             raise
     moving, metric = "move" if movable else "frozen", "plain" if goals.metric is None else "fisher"
-    way = f"rate {options.learning_rate:g}, masks {moving}, {metric} metric"
+    way = f"rate {rate:g}, masks {moving}, {metric} metric"
     report = BlockReport(block.name, before, best, epoch, round(time.perf_counter() - began, 3), notes, way)
     run.report.reconstructed(report, {layer_plan.name for layer_plan in block.layer_plans})
 

@@ -87,32 +87,37 @@ def test_steps_are_sr_ste_written_out():
 
     least = (values.abs() * norms).masked_fill(~mask, torch.inf).unflatten(-1, (-1, 4)).amin(-1, keepdim=True)
     limit = (BELOW * least).expand(-1, -1, 4).flatten(-2) / norms
-    w = torch.where(mask, values, dense.clamp(-limit, limit))
-    rms = values[mask].square().mean().sqrt()
-    rate, steps = 0.2 * rms / math.sqrt(8), 2 * (BATCHES - 1)
-    first = second = torch.zeros_like(w)
-    order, step, states = torch.Generator().manual_seed(0), 0, []
+    rms, steps = values[mask].square().mean().sqrt(), 2 * (BATCHES - 1)
 
     def judge(w, mask):
         return float(((batches[-1] @ (w * mask - dense).T) ** 2).sum())
 
-    best, result = judge(values, mask), (values, mask)
-    for _ in range(2):
-        for number in torch.randperm(BATCHES - 1, generator=order).tolist():
-            x = batches[number]
-            goal = x @ dense.T
-            gradient = 2 * (x @ (w * mask).T - goal).T @ x / goal.square().sum() * goal.numel() ** 0.5
-            first, second = 0.9 * first + 0.1 * gradient, 0.95 * second + 0.05 * gradient**2
-            scale = min(1.0, (step + 1) / 10) * 0.5 * (1 + math.cos(math.pi * step / steps))
-            corrected = first / (1 - 0.9 ** (step + 1)), (second / (1 - 0.95 ** (step + 1))).sqrt()
-            w = w - rate * scale * corrected[0] / (corrected[1] + 1e-12)
-            if step + 1 < 0.6 * steps:
-                w = torch.where(mask, w, w * (1 - 0.02 * scale))
-                mask = mts.NM(2, 4).mask(w.abs() * norms)
-            step += 1
-            states.append(mask)
-        if judge(w, mask) < best:
-            best, result = judge(w, mask), (w * mask, mask)
+    def tuned(rate, mask):
+        """(the error after each epoch, values, mask) of the best epoch, and the masks of all steps."""
+        w, states, judged = torch.where(mask, values, dense.clamp(-limit, limit)), [], []
+        first = second = torch.zeros_like(w)
+        order, step = torch.Generator().manual_seed(0), 0
+        for _ in range(2):
+            for number in torch.randperm(BATCHES - 1, generator=order).tolist():
+                x = batches[number]
+                goal = x @ dense.T
+                gradient = 2 * (x @ (w * mask).T - goal).T @ x / goal.square().sum() * goal.numel() ** 0.5
+                first, second = 0.9 * first + 0.1 * gradient, 0.95 * second + 0.05 * gradient**2
+                scale = min(1.0, (step + 1) / 10) * 0.5 * (1 + math.cos(math.pi * step / steps))
+                corrected = first / (1 - 0.9 ** (step + 1)), (second / (1 - 0.95 ** (step + 1))).sqrt()
+                w = w - rate * rms / math.sqrt(8) * scale * corrected[0] / (corrected[1] + 1e-12)
+                if step + 1 < 0.6 * steps:
+                    w = torch.where(mask, w, w * (1 - 0.02 * scale))
+                    mask = mts.NM(2, 4).mask(w.abs() * norms)
+                step += 1
+                states.append(mask)
+            judged.append((judge(w, mask), w * mask, mask))
+        return min(judged, key=lambda epoch: epoch[0]), states
+
+    before = judge(values, mask)
+    assert tuned(0.2, mask)[0][0] > before, "in this case nothing is gained at the whole rate"
+    (best, *result), states = tuned(0.05, mask)
+    assert best < before
     mts.sparsify(model, "wanda", progress=False, **options, reconstruct={"epochs": 2, "masks": "move"})
     assert not torch.equal(states[0], states[-1]), "masks move in this case"
     assert torch.equal(dict(mts.named_masks(model))["0.weight"], result[1])
