@@ -87,11 +87,6 @@ def reconstruct(
         # scaled so that neither its gradients nor those inside of the block leave float16's range
         return error(index) / max(step_energies[index], 1e-30) * sizes[index] ** 0.5
 
-    def tuned_at(rate: float) -> tuple[float, int, list[str]]:
-        values = TunedWeights(weights, outputs_of(block.layer_plans), rate, movable)
-        values.scale_rate(before)
-        return tune(values, batches, epochs, run.config.seed, loss, judge, before)
-
     # pruned weights are zeros; to let masks see to it in each call takes a twentieth of a step
     with forward_context(run), without_masks(inputs.block), only_these_require_grad(inputs.block, weights):
         token_masks = _token_masks(block, inputs, goals.outputs)
@@ -99,15 +94,17 @@ def reconstruct(
         energies = [float(squared(goal.float(), index)) for index, goal in enumerate(goals.outputs)]
         step_energies, sizes = batches.per_step(energies), batches.per_step([goal.numel() for goal in goals.outputs])
         judge = partial(batches.validation_error, lambda index: (float(error(index)), energies[index]))
-        before, rate, epochs = judge(), options.learning_rate, options.epochs
+        best = before = judge()
+        rate, epoch, notes = 4 * options.learning_rate, 0, list[str]()
         try:
-            best, epoch, notes = tuned_at(rate)
-            if epoch == 0:  # steps of this size lose more than they gain
+            while epoch == 0 and rate >= options.learning_rate:  # then larger steps lost more than they gained
                 rate /= 4
-                best, epoch, notes = tuned_at(rate)
+                values = TunedWeights(weights, outputs_of(block.layer_plans), rate, movable)
+                values.scale_rate(before)
+                best, epoch, notes = tune(values, batches, options.epochs, run.config.seed, loss, judge, before)
+                del values  # the next ones take as much memory
         except BaseException:
-            broken = "its reconstruction was broken off; it has the best values up to then"
-            run.report.notes.append(f"{block.name!r}: {broken}")
+            run.report.notes.append(f"{block.name!r}: its reconstruction was broken off; it has the best values so far")
             raise
     moving, metric = "move" if movable else "frozen", "plain" if goals.metric is None else "fisher"
     way = f"rate {rate:g}, masks {moving}, {metric} metric"
