@@ -261,9 +261,8 @@ def tones(count: int, seed: int, *, held_out: bool) -> Rows:
     vibrato = 1 + 0.6 * (drawn(count, 1, 1) - 0.5) * time
     waves = torch.sin(2 * torch.pi * (lowest * harmonics * time * vibrato + drawn(count, 12, 1)))
     tone = (loudness * waves).sum(1)
-    frames = tone + torch.randn(tone.shape, generator=generator) * tone.std(1, keepdim=True) * 10 ** -(
-        2 * drawn(count, 1)
-    )
+    noise = torch.randn(tone.shape, generator=generator) * tone.std(1, keepdim=True)
+    frames = tone + noise * 10 ** (-2 * drawn(count, 1))
     return {"frames": (frames - frames.mean(1, keepdim=True)) / frames.std(1, keepdim=True)}
 
 
@@ -338,10 +337,9 @@ def predictions(model: nn.Module, batches: list[Rows]) -> list[Tensor]:
     for batch in batches:
         with torch.no_grad():
             output = model(**batch)
-        if isinstance(output, Tensor):  # of yes
-            found.append(
-                torch.stack([1 - output.double(), output.double()], -1).clamp(min=1e-12).log().flatten(0, 1).cpu()
-            )
+        if isinstance(output, Tensor):  # probabilities, each of a yes or no of its own
+            yes = output.double().cpu().flatten()
+            found.append(torch.stack([1 - yes, yes], -1).clamp(min=1e-12).log())
             continue
         logits = output.logits.cpu()
         mask = batch.get("decoder_attention_mask", batch.get("attention_mask"))
