@@ -94,15 +94,15 @@ def reconstruct(
         energies = [float(squared(goal.float(), index)) for index, goal in enumerate(goals.outputs)]
         step_energies, sizes = batches.per_step(energies), batches.per_step([goal.numel() for goal in goals.outputs])
         judge = partial(batches.validation_error, lambda index: (float(error(index)), energies[index]))
-        best = before = judge()
-        rate, epoch, notes = 4 * options.learning_rate, 0, list[str]()
+        before = judge()
         try:
-            while epoch == 0 and rate >= options.learning_rate:  # then larger steps lost more than they gained
-                rate /= 4
+            for rate in (options.learning_rate, options.learning_rate / 4):
                 values = TunedWeights(weights, outputs_of(block.layer_plans), rate, movable)
                 values.scale_rate(before)
                 best, epoch, notes = tune(values, batches, options.epochs, run.config.seed, loss, judge, before)
                 del values  # the next ones take as much memory
+                if epoch:  # else larger steps lost more than they gained
+                    break
         except BaseException:
             run.report.notes.append(f"{block.name!r}: its reconstruction was broken off; it has the best values so far")
             raise

@@ -31,6 +31,7 @@ from modelopt_sparse.plan.budget import DENSE, parse_choice
 from modelopt_sparse.plan.options import OF_OUTPUT
 from modelopt_sparse.plan.plan import LayerPlan
 from modelopt_sparse.reports.report import Report
+from modelopt_sparse.reports.text import write_whole
 from modelopt_sparse.run import Run
 from modelopt_sparse.solving.solve import solve_layers
 
@@ -173,7 +174,7 @@ def tabled(data: CalibrationData) -> tuple[CalibrationData, ChoiceCosts]:
             shapes = {layer.name: list(layer.shape) for layer in run.plan.layers}
             written = {name: {str(choice or DENSE): x for choice, x in row.items()} for name, row in losses.items()}
             facts = {"shapes": shapes, **run.config.counts(), "losses": written}
-            file.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+            write_whole(file, json.dumps(facts, indent=1) + "\n")
     return data, ChoiceCosts(run.plan, losses, run.config, (data.dense or run_dense(data).dense).rows_of_a_unit)
 
 

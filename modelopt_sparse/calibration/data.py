@@ -298,8 +298,8 @@ def digest_of(calls: Iterable[Call]) -> str:
 
 MISSING = 'data sets are read by the library datasets, which is not installed: pip install "modelopt-sparse[datasets]"'
 WIKITEXT2 = "wikitext2"
-TABLES = (".parquet", ".csv")  # files that hold a data set each
-FILE_KINDS = (".txt", ".jsonl", ".json", *TABLES)  # files of a folder with a data set: all of one kind
+TABLES = (".parquet", ".csv", ".json")  # files that hold a data set each
+FILE_KINDS = (".txt", ".jsonl", *TABLES)  # files of a folder with a data set: all of one kind
 TEXT, CHAT, IMAGE = ("text",), ("messages", "conversations"), ("image", "images", "img")  # names of columns
 
 
@@ -365,7 +365,7 @@ def open_dataset(data: str | Path, split: str = "train") -> Any:
         if len(kinds) > 1:
             raise ValueError(f"data {str(data)!r} holds files of several kinds ({', '.join(kinds)}): give one of them")
         if not data.is_dir():
-            allowed = "a .txt or .jsonl file, a table (.csv, .parquet), or a folder with a data set"
+            allowed = "a .txt or .jsonl file, a table (.csv, .parquet, .json), or a folder with a data set"
             raise ValueError(f"data {str(data)!r} is not a file: give {allowed}")
     try:
         from datasets import load_dataset, load_from_disk  # an extra: only when a data set is read
@@ -437,7 +437,7 @@ def _in_file(path: Path) -> list[Any]:
     if path.suffix != ".jsonl":
         return [text]
     rows = []
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(text.split("\n"), start=1):  # JSON may hold what else `splitlines` breaks at
         if not line.strip():
             continue
         try:

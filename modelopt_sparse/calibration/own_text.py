@@ -27,6 +27,7 @@ from modelopt_sparse.model.find import model_inside
 from modelopt_sparse.model.hf import adds_text, cache_name, default_seq_len, redraws_text, text_config_of, writes_text
 from modelopt_sparse.model.output import drawn
 from modelopt_sparse.plan.options import OWN_WINDOWS, SELF, SparsifyConfig
+from modelopt_sparse.reports.text import write_whole
 from modelopt_sparse.run import Run, calibrating
 
 # token by token -------------------------------------------------------------------------------------------------------
@@ -282,8 +283,7 @@ def write_text(
         written = write_windows(network, prompts, windows, length, seed, Processes())
     if problem := monotonous(written):
         warnings.warn(problem, stacklevel=2)
-    lines = (json.dumps({"text": tokenizer.decode(row)}) + "\n" for row in written)
-    path.write_text("".join(lines), encoding="utf-8")
+    write_whole(path, "".join(json.dumps({"text": tokenizer.decode(row)}) + "\n" for row in written))
     return path
 
 

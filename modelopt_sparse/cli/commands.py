@@ -669,7 +669,7 @@ def finalize(
 
 
 def _show(value: Any, as_json: bool, after: str = "", *, all_rows: bool = False) -> None:
-    """Print a report or a plan, and under its text ``more``."""
+    """Print a report or a plan. ``after``: what follows its text."""
     typer.echo(value.to_json() if as_json else value.text(all_rows=all_rows) + after)
 
 

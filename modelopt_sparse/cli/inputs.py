@@ -53,10 +53,10 @@ def settings_of(
         where = f"--config {str(config)!r}"
         if not config.is_file():
             raise ValueError(f"{where} is not a file")
-        loaded = read_yaml(config.read_text(encoding="utf-8"), where)
-        if not isinstance(loaded, dict):
+        written = read_yaml(config.read_text(encoding="utf-8"), where)
+        if not isinstance(written, dict):
             raise ValueError(f"{where} must hold a mapping of options")
-        settings |= loaded
+        settings |= written
     for option in options or []:
         key, equals, value = option.partition("=")
         if not key or not equals:

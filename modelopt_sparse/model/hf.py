@@ -23,8 +23,12 @@ WINDOWS = 8  # windows of a batch elsewhere
 def longest_window(model: nn.Module) -> int | None:
     """How many tokens the model, or the text model inside it, takes; None if its config sets no limit."""
     configs = (getattr(model, "config", None), text_config_of(model))
-    longest = (getattr(config, "max_position_embeddings", None) for config in configs)
-    return next((size for size in longest if isinstance(size, int) and size > 0), None)
+    sizes = (getattr(config, "max_position_embeddings", None) for config in configs)
+    longest = next((size for size in sizes if isinstance(size, int) and size > 0), None)
+    # positions of RoBERTa, ESM, MPNet and others begin behind that of padding, in a table of this size
+    tables = (x for name, x in model.named_modules() if "position" in name and isinstance(x, nn.Embedding))
+    padding = [x.padding_idx for x in tables if x.num_embeddings == longest and x.padding_idx is not None]
+    return longest and longest - max((1 + place for place in padding), default=0)
 
 
 def text_config_of(model: nn.Module) -> Any:

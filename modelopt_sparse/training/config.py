@@ -115,7 +115,7 @@ def _of_section(section: Any) -> Sparsity:
 
 
 def algorithm_of(section: Mapping[str, Any], where: str, **keywords: Any) -> SparsityAlgorithm:
-    """The algorithm that a mapping describes. Which parameters it names is not looked at, but stands in ``more``."""
+    """The algorithm that a mapping describes. Which parameters it names is not looked at: ``keywords`` say it."""
     options = {key: value for key, value in _present_spelling(section, where).items() if key not in NAMES}
     name, classes = options.pop("algorithm", "static"), _classes()
     if (cls := classes.get(str(name).lower())) is None:

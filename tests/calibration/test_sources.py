@@ -79,16 +79,19 @@ def test_a_folder_with_files_of_several_kinds_is_refused(tmp_path):
         documents_of(tmp_path)
 
 
-@pytest.mark.parametrize("form", ["jsonl", "saved"])
-def test_a_folder_with_a_data_set(tokenizer, tmp_path, monkeypatch, form):
+@pytest.mark.parametrize("form", ["jsonl", "saved", "json"])
+def test_a_folder_with_a_data_set_or_a_file_that_is_one(tokenizer, tmp_path, monkeypatch, form):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    folder = tmp_path / "folder"
+    place = tmp_path / "folder"
     if form == "saved":
-        Dataset.from_dict({"text": TEXTS}).save_to_disk(folder)
+        Dataset.from_dict({"text": TEXTS}).save_to_disk(place)
+    elif form == "jsonl":
+        place.mkdir()
+        (place / "train.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
     else:
-        folder.mkdir()
-        (folder / "train.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
-    assert torch.equal(tokens_of(folder, tokenizer), tokens_of(TEXTS, tokenizer))
+        place = tmp_path / "rows.json"
+        place.write_text(json.dumps([{"text": text, "source": "x"} for text in TEXTS]))
+    assert torch.equal(tokens_of(place, tokenizer), tokens_of(TEXTS, tokenizer))
 
 
 @pytest.fixture

@@ -42,10 +42,12 @@ def test_text_is_cut_into_windows_without_special_tokens(tokenizer, text):
 
 
 def test_text_files_give_what_their_text_gives(tokenizer, text, tmp_path):
-    """A .txt file is one document, a .jsonl file has one per line; documents are joined by the end-of-text token."""
+    """A .txt file is one document, a .jsonl file has one per line; documents are joined by the end-of-text token. Of
+    the characters that end lines in Unicode JSON text may hold all but two."""
+    text = text.replace("def ", "d\u2028\x85f ")
     model, documents = text_llama(tokenizer), [text[:700], text[700:]]
     (tmp_path / "a.txt").write_text(text, encoding="utf-8")
-    lines = [json.dumps({"text": document, "source": "x"}) + "\n" for document in documents]
+    lines = [json.dumps({"text": document, "source": "x"}, ensure_ascii=False) + "\n" for document in documents]
     (tmp_path / "a.jsonl").write_text("".join(lines) + "\n", encoding="utf-8")
     joined = [tokenizer(document, add_special_tokens=False)["input_ids"] for document in documents]
     of_documents = [*joined[0], tokenizer.eos_token_id, *joined[1]]
@@ -144,6 +146,19 @@ def test_of_two_text_models_the_decoder_says_how_many_tokens_are_taken():
     parts["decoder"] = hf.MusicgenDecoderConfig(max_position_embeddings=77)
     model.config = hf.MusicgenConfig(**{name: part.to_dict() for name, part in parts.items()})
     assert default_seq_len(model) == 77
+
+
+@pytest.mark.parametrize(("kind", "taken"), [("Bert", 40), ("Roberta", 38), ("Esm", 35), ("MPNet", 38), ("OPT", 40)])
+def test_windows_end_with_the_positions_of_a_model(tokenizer, text, kind, taken):
+    """Where padding has a position, others begin behind it; a window of the default length runs, and none is longer."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64}
+    config = getattr(hf, f"{kind}Config")(
+        **sizes, vocab_size=len(tokenizer), max_position_embeddings=40, pad_token_id=4 if kind == "Esm" else 1
+    )
+    model = getattr(hf, f"{kind}Model")(config)
+    assert default_seq_len(model) == taken
+    mts.sparsify(model, "wanda", data=[text], tokenizer=tokenizer, num_samples=2)
+    refused(mts.make_plan, model, "magnitude", seq_len=taken + 1, parts=[f"at most {taken} tokens"])
 
 
 def test_batches_on_the_cpu_have_about_2048_tokens(tokenizer, text):
