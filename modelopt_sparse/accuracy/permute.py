@@ -9,7 +9,7 @@ belong together is not told by names: it is tried, and a block that puts out som
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -37,17 +37,27 @@ PERMUTATION_ROWS = 32  # of calibration data tell the size of channels well enou
 Move = tuple[Layer, int, Tensor]  # the dimension of a layer's matrix that is reordered (0: rows), and the new order
 
 
+class ValueHeads(NamedTuple):
+    """The rows of a producer that make the channels of so many value heads: ``size`` of each, those of head k from
+    ``first + k * stride`` on."""
+
+    number: int
+    size: int
+    first: int
+    stride: int
+
+
 @dataclass(frozen=True)
 class Permutation:
     """A layer whose columns could be reordered, and layers before it whose rows would have to be reordered alike.
 
-    ``head``: channels stay inside heads of so many, and consecutive heads of the consumer may share one of the producer
+    ``heads``: channels stay inside of these, and consecutive heads of the consumer may share one of the producer
     (grouped-query attention); None: any order will do.
     """
 
     consumer: LayerPlan
     producers: tuple[Layer, ...]
-    head: int | None = None
+    heads: ValueHeads | None = None
 
 
 @torch.no_grad()
@@ -76,7 +86,7 @@ def permute(block: BlockTask, inputs: Inputs, run: Run, undo: ExitStack) -> dict
         for candidate in candidates:
             consumer = candidate.consumer
             names = (layer.name.removeprefix(block.name) for layer in (consumer.layer, *candidate.producers))
-            kind = type(inputs.block), *names, candidate.head
+            kind = type(inputs.block), *names, candidate.heads
             if consumer.name in permuted or consumer.name not in stats or kind in run.fixed_orders:
                 continue
             pattern, square_sums = consumer.pattern, stats[consumer.name].with_dead_channels().square_sums
@@ -98,25 +108,46 @@ def permute(block: BlockTask, inputs: Inputs, run: Run, undo: ExitStack) -> dict
 
 
 def possible_permutations(model: nn.Module, stages: Sequence[Sequence[LayerPlan]]) -> Iterator[Permutation]:
-    """Yield the permutations to try in a block: for every layer that has its input alone, with layers called right
-    before it.
+    """Yield the permutations to try in a block: for every layer that has its input alone, with layers called before it,
+    the nearest first.
 
     ``stages`` are the layers of the block by the input that they share, in call order. Only plain linear layers that
     one module holds and that carry no mask yet. Layers that share an input cannot take another order of it each.
     """
-    for before, (consumer, *others) in pairwise(stages):
+    for index, (consumer, *others) in enumerate(stages):
         columns = consumer.shape[-1]
         if others or not isinstance(consumer.pattern, NM) or not _movable(consumer.layer):
             continue
-        head = getattr(model.get_submodule(consumer.name.rpartition(".")[0]), "head_dim", None)
-        if isinstance(head, int) and head % consumer.pattern.m == 0:
+        for before in reversed(stages[:index]):
             for producer in reversed(before):  # values mostly come after queries and keys
-                if producer.shape[-2] % head == 0 and columns % producer.shape[-2] == 0 and _movable(producer.layer):
-                    yield Permutation(consumer, (producer.layer,), head)
-        # a layer that makes twice as many channels is gate and up in one
-        producers = tuple(producer.layer for producer in before if producer.shape[-2] in (columns, 2 * columns))
-        if producers and all(map(_movable, producers)):
-            yield Permutation(consumer, producers)
+                if _movable(producer.layer):
+                    for heads in _value_heads(model, consumer, producer):
+                        yield Permutation(consumer, (producer.layer,), heads)
+            # a layer that makes twice as many channels is gate and up in one
+            producers = tuple(producer.layer for producer in before if producer.shape[-2] in (columns, 2 * columns))
+            if producers and all(map(_movable, producers)):
+                yield Permutation(consumer, producers)
+
+
+# names in attention modules, for the size of a value head
+HEAD_SIZES = ("v_head_dim", "head_dim", "attention_head_size", "head_size", "key_value_proj_dim")
+
+
+def _value_heads(model: nn.Module, consumer: LayerPlan, producer: LayerPlan) -> Iterator[ValueHeads]:
+    """Where value heads may be in a producer: it makes nothing else; or they stand behind all queries and keys (as many
+    keys as values), or each behind its own, or behind its key."""
+    parents = [model.get_submodule(layer_plan.name.rpartition(".")[0]) for layer_plan in (consumer, producer)]
+    sizes = (getattr(parent, name, None) for parent in parents for name in HEAD_SIZES)
+    size, columns, rows = next((x for x in sizes if isinstance(x, int)), 0), consumer.shape[-1], producer.shape[-2]
+    assert isinstance(consumer.pattern, NM)
+    if not size or size % consumer.pattern.m or columns % size:
+        return
+    number = (rows - columns) // (2 * size)
+    places = [(number, rows - number * size, size)] if rows > columns else [(rows // size, 0, size)]
+    places += [(n, rows // n - size, rows // n) for n in (number, columns // size) if rows > columns and n]
+    for number, first, stride in places:
+        if number and columns % (number * size) == 0:
+            yield ValueHeads(number, size, first, stride)
 
 
 def _movable(layer: Layer) -> bool:
@@ -126,21 +157,25 @@ def _movable(layer: Layer) -> bool:
 
 def _moves(permutation: Permutation, score: Tensor, pattern: NM, processes: Processes) -> list[Move]:
     """The new order of the consumer's columns, and of each producer's rows."""
-    made = [layer.matrix(layer.parameter).shape[0] for layer in permutation.producers]
-    if permutation.head is None:
+    made, heads = [layer.matrix(layer.parameter).shape[0] for layer in permutation.producers], permutation.heads
+    if heads is None:
         columns = channel_order(score, pattern.n, pattern.m, processes)
         rows = [torch.cat([columns + start for start in range(0, size, len(columns))]) for size in made]
     else:
-        (heads,), head = (size // permutation.head for size in made), permutation.head
-        by_head = score.unflatten(-1, (heads, -1, head))  # [R, producer's heads, consumer's heads on each, channels]
+        by_head = score.unflatten(
+            -1, (heads.number, -1, heads.size)
+        )  # [R, value heads, consumer's heads on each, size]
         orders = processes.dealt_out(
             "the order of channels in heads",
             lambda k: channel_order(by_head[:, k].flatten(0, 1), pattern.n, pattern.m).cpu(),
-            range(heads),
+            range(heads.number),
         )
-        rows = [torch.cat([order + k * head for k, order in enumerate(orders)])]
+        rows = [torch.arange(made[0])]
+        for k, order in enumerate(orders):
+            begin = heads.first + k * heads.stride
+            rows[0][begin : begin + heads.size] = begin + order
         taken = [order for order in orders for _ in range(by_head.shape[2])]
-        columns = torch.cat([order + k * head for k, order in enumerate(taken)])
+        columns = torch.cat([order + k * heads.size for k, order in enumerate(taken)])
     moves = ((producer, 0, order) for producer, order in zip(permutation.producers, rows))
     return [(permutation.consumer.layer, 1, columns), *moves]
 

@@ -1,11 +1,14 @@
 """Channel permutation: the order against brute force, the model's function, and what is left as it was."""
 
+import copy
 import itertools
 from contextlib import ExitStack
 
 import pytest
 import torch
+import transformers as hf
 from torch import Tensor, nn
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import modelopt_sparse as mts
 from modelopt_sparse.accuracy.permute import channel_order, kept_fraction, permute, possible_permutations
@@ -111,6 +114,47 @@ def test_the_model_computes_the_same(name):
         assert torch.equal(moved.flatten().sort().values, before.flatten().sort().values)
     expected = first_output(dense, batches[0])
     torch.testing.assert_close(first_output(model, batches[0]), expected, rtol=1e-3, atol=1e-4)
+
+
+SIZES = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 64}
+OF_GPT = {"n_embd": 32, "n_head": 4, "n_layer": 1, "n_inner": 64, "rotary_dim": 4}
+LATENT = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 12, "v_head_dim": 8}
+# type of a model -> options of its config, and the layers that take values and hidden channels
+LAYOUTS = {
+    "bert": ({}, "attention.output.dense", "output.dense"),  # the size of heads stands beside the producer
+    "t5": (
+        {"d_model": 32, "num_heads": 4, "d_kv": 8, "d_ff": 64, "num_layers": 1},
+        "0.SelfAttention.o",
+        "1.DenseReluDense.wo",
+    ),
+    "gpt2": (OF_GPT, "attn.c_proj", "mlp.c_proj"),  # queries, keys, values in one matrix
+    "phi3": ({"num_key_value_heads": 2, "pad_token_id": 0}, "self_attn.o_proj", "mlp.down_proj"),
+    "falcon": ({"multi_query": True}, "self_attention.dense", "mlp.dense_4h_to_h"),  # attention and MLP side by side
+    "gpt_neox": ({}, "attention.dense", "mlp.dense_4h_to_h"),  # those of each head together
+    "falcon, grouped": (
+        {"new_decoder_architecture": True, "num_kv_heads": 2, "ffn_hidden_size": 64},
+        "self_attention.dense",
+        "mlp.dense_4h_to_h",
+    ),
+    "deepseek_v3": ({**LATENT, "first_k_dense_replace": 1}, "self_attn.o_proj", "mlp.down_proj"),
+    "gptj": (OF_GPT, "attn.out_proj", "mlp.fc_out"),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_values_and_hidden_channels_are_looked_for_in_all_layouts(name):
+    """Norms are far from 1, so that an order which passes through one would show."""
+    options, *takers = LAYOUTS[name]
+    torch.manual_seed(0)
+    config = CONFIG_MAPPING[name.partition(",")[0]](**{**SIZES, **options})
+    model = (hf.T5EncoderModel(config) if name == "t5" else hf.AutoModel.from_config(config)).eval()
+    for parameter in model.parameters():
+        parameter.data += 0.3 * torch.randn_like(parameter) / parameter.shape[-1] ** (0.5 * (parameter.dim() > 1))
+    dense, batches = copy.deepcopy(model), [torch.randint(1, 64, (4, 12)) for _ in range(2)]
+    names = permuted_alone(model, batches)
+    assert len(names) == 2
+    assert all(name.endswith(taker) for name, taker in zip(names, takers))
+    torch.testing.assert_close(first_output(model, batches[0]), first_output(dense, batches[0]), rtol=1e-4, atol=1e-5)
 
 
 def test_no_order_is_looked_for_where_layers_share_an_input():
