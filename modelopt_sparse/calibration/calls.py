@@ -245,6 +245,8 @@ class Calls:
                     reoffload(self.run.model)
         if attempt.needed:  # and the model has caught it
             raise Needed
+        if ended and attempt.last is not None and attempt.last < len(attempt.visits):
+            raise RuntimeError(f"the model calls the forward of a {type(attempt.wanted).__name__} past its hooks")
         if ended and not attempt.only_shapes:
             call.way = tuple(attempt.visits)
         return attempt

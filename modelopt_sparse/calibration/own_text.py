@@ -105,8 +105,8 @@ def _continued(model: nn.Module, prompts: Sequence[Tensor], uniforms: Tensor, en
     read, cache = 0, {} if name is None else {name: None, "use_cache": True}
     for position in range(int(begun.min()), ids.shape[1]):
         output = model(input_ids=ids[:, read:position], **cache)
-        if name is not None:
-            read, cache[name] = position, getattr(output, name)
+        if name is not None and (held := getattr(output, name, None)) is not None:
+            read, cache[name] = position, held
         going_on = (begun <= position) & (position < sizes)
         ids[:, position] = torch.where(going_on, drawn(output.logits[:, -1], uniforms[:, position]), ids[:, position])
         sizes = torch.where(going_on & torch.isin(ids[:, position], last), position + 1, sizes)

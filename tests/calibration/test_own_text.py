@@ -81,8 +81,14 @@ def mamba() -> nn.Module:
     return hf.MambaForCausalLM(config)
 
 
+def xlm() -> nn.Module:
+    """It takes a cache, and puts out none."""
+    torch.manual_seed(0)
+    return hf.XLMWithLMHeadModel(hf.XLMConfig(vocab_size=97, emb_dim=16, n_layers=1, n_heads=2))
+
+
 @pytest.mark.parametrize("batch", [own_text.BATCH, 2])
-@pytest.mark.parametrize("build", [tiny_llama, mamba])
+@pytest.mark.parametrize("build", [tiny_llama, mamba, xlm])
 def test_windows_are_what_the_model_says_token_by_token(build, batch, monkeypatch):
     """Each depends on its number and the seed alone."""
     monkeypatch.setattr(own_text, "BATCH", batch)
