@@ -396,6 +396,8 @@ def tune(
                 best, best_epoch, best_values = error, epoch, weights.copy()
     finally:
         weights.write(best_values)
+    if not any(weight.adam.state.get(weight.values) for weight in weights.members):
+        notes.append("no gradient reaches its weights")
     if (fraction := weights.moved(best_values, first)) is not None:
         notes.append(f"{fraction:.1%} of the places that are kept are others than those of the solution")
     return best, best_epoch, notes
@@ -416,7 +418,9 @@ def _take_step(
 
     def gradients_of(number: int) -> Gradients:
         with torch.enable_grad():
-            loss(batches.local[number]).backward()
+            value = loss(batches.local[number])
+            if value.requires_grad:  # else the block runs without gradients, whatever it is called with
+                value.backward()
         return [weight.pop_gradient() for weight in weights.members]
 
     early = len(numbers) == 1 and alone and all(weight.movable is None for weight in weights.members)

@@ -22,7 +22,7 @@ from torch.nn.utils.rnn import pad_sequence
 from modelopt_sparse.calibration.data import Call, batch_rows, chat_prompts, is_label, text_windows
 from modelopt_sparse.checks import grouped
 from modelopt_sparse.distributed import Processes
-from modelopt_sparse.model.devices import flat_tensors, input_device, map_tensors
+from modelopt_sparse.model.devices import flat_tensors, input_device, is_out_of_memory, map_tensors
 from modelopt_sparse.model.find import model_inside
 from modelopt_sparse.model.hf import adds_text, cache_name, default_seq_len, redraws_text, text_config_of, writes_text
 from modelopt_sparse.model.output import drawn
@@ -104,7 +104,7 @@ def _continued(model: nn.Module, prompts: Sequence[Tensor], uniforms: Tensor, en
     name = cache_name(model)
     read, cache = 0, {} if name is None else {name: None, "use_cache": True}
     for position in range(int(begun.min()), ids.shape[1]):
-        output = model(input_ids=ids[:, read:position], **cache)
+        output = _asked(model, input_ids=ids[:, read:position], **cache)
         if name is not None and (held := getattr(output, name, None)) is not None:
             read, cache[name] = position, held
         going_on = (begun <= position) & (position < sizes)
@@ -113,6 +113,17 @@ def _continued(model: nn.Module, prompts: Sequence[Tensor], uniforms: Tensor, en
         if (sizes <= position + 1).all():
             break
     return [row[:size] for row, size in zip(ids.cpu(), sizes.tolist())]
+
+
+def _asked(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """What the model puts out. Raises ValueError with its own error for one that is not called so."""
+    try:
+        return model(*args, **kwargs)
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        problem = f"this {type(model).__name__} cannot write text: {type(error).__name__}: {error}"
+        raise ValueError(f"{problem}: leave self_data out, or give self_data=0") from error
 
 
 # rows drawn anew ------------------------------------------------------------------------------------------------------
@@ -146,7 +157,7 @@ def rewritten(model: nn.Module, calls: Sequence[Call], count: int, seed: int, pr
         for chances, places, uniforms in torch.stack(randoms).to(device).permute(2, 3, 0, 1):
             chosen = inside & (chances < SHARE)
             ids[chosen] = pool[(places[chosen] * len(pool)).long()]
-            ids[chosen] = drawn(model(*args, **kwargs).logits[chosen], uniforms[chosen])
+            ids[chosen] = drawn(_asked(model, *args, **kwargs).logits[chosen], uniforms[chosen])
         return ids.cpu()
 
     written = processes.dealt_out("text that the model writes", drawn_anew, range(len(sources)))

@@ -14,6 +14,7 @@ from modelopt_sparse.accuracy.tuning import TunedWeights, learning_rates
 from modelopt_sparse.plan.options import Distill, Reconstruct
 from tests.helpers import assert_same_state, in_steps, refused, state_of, tiny_llama, token_batches
 from tests.models.architectures import ARCHITECTURES
+from tests.models.stacked import Block, Stacked, vectors
 from tests.oracles.layer_problem import exact_refit, objective
 
 BATCHES = 9  # of two rows: 17 steps to tune on, one held back
@@ -103,6 +104,24 @@ def test_values_that_only_get_worse_are_those_from_before():
     model = sparsified(reconstruct={"learning_rate": 10, "epochs": 1}, include="model.layers.0.*")
     assert [block.epoch for block in mts.report(model).blocks] == [0]
     assert_same_state(model, state_of(plain))
+
+
+class Frozen(Block):
+    """A block that runs without gradients, as feature extractors that are not trained do."""
+
+    @torch.no_grad()
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("options", [{"reconstruct": 1}, {"distill": 1}])
+def test_weights_that_no_gradient_reaches_stay_as_they_were_solved(options):
+    solved, model = (mts.sparsify(Stacked(block=Frozen), data_loader=vectors(9), **more) for more in ({}, options))
+    torch.testing.assert_close(model.state_dict(), solved.state_dict())  # Hessians are summed in other steps
+    report = mts.report(model)
+    for tuned in report.blocks or [report.distillation]:
+        assert tuned.epoch == 0
+        assert tuned.notes == ["no gradient reaches its weights"]
 
 
 def test_masks_hold_and_pruned_weights_are_plus_zero():

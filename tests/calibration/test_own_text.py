@@ -99,6 +99,13 @@ def test_windows_are_what_the_model_says_token_by_token(build, batch, monkeypatc
     assert len({*map(tuple, windows)}) == 5
 
 
+def test_a_model_that_takes_more_than_tokens_writes_none():
+    model = tiny_llama()
+    model.register_forward_pre_hook(lambda *_: {}["pixel_values"])
+    words = "this LlamaForCausalLM cannot write text: KeyError: 'pixel_values': leave self_data out"
+    refused(mts.sparsify, model, "wanda", data_loader=token_batches(), self_data=2, match=words)
+
+
 def masked_bert() -> nn.Module:
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
