@@ -9,7 +9,8 @@ belong together is not told by names: it is tried, and a block that puts out som
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import NamedTuple
+from operator import le
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,14 +23,15 @@ from modelopt_sparse.calibration.stats import Collector, sum_up
 from modelopt_sparse.distributed import Processes
 from modelopt_sparse.methods.base import Stats
 from modelopt_sparse.methods.patterns import NM
-from modelopt_sparse.model.devices import stored
+from modelopt_sparse.model.devices import dense_rows, flat_tensors, stored
 from modelopt_sparse.model.layers import HF_CONV1D, LINEAR, Layer
 from modelopt_sparse.model.masking import SUFFIX
 from modelopt_sparse.plan.plan import LayerPlan
 from modelopt_sparse.run import Run
 
 # what reordering both sides may change by rounding, as a share of what reordering one side alone changes: in the
-# consumer's output, and in the block's, where the residual stream's rounding weighs more; with 32 bits a tenth of it
+# consumer's output, and in the block's, where the residual stream's rounding weighs more; with 32 bits a tenth of it;
+# for all else that the block hands on the first of these, as a share of its own size
 SAME = (0.02, 0.25)
 
 PERMUTATION_ROWS = 32  # of calibration data tell the size of channels well enough
@@ -81,8 +83,8 @@ def permute(block: BlockTask, inputs: Inputs, run: Run, undo: ExitStack) -> dict
 
     permuted: dict[str, str] = {}
     with forward_context(run):
-        modules = [*(consumer.layer.owner for consumer in consumers), inputs.block]
-        dense = dict(zip(modules, inputs.outputs_of(modules, 0))) if inputs.calls else {}
+        modules = [consumer.layer.owner for consumer in consumers]
+        dense = _put_out(modules, inputs) if inputs.calls else {}
         for candidate in candidates:
             consumer = candidate.consumer
             names = (layer.name.removeprefix(block.name) for layer in (consumer.layer, *candidate.producers))
@@ -162,9 +164,8 @@ def _moves(permutation: Permutation, score: Tensor, pattern: NM, processes: Proc
         columns = channel_order(score, pattern.n, pattern.m, processes)
         rows = [torch.cat([columns + start for start in range(0, size, len(columns))]) for size in made]
     else:
-        by_head = score.unflatten(
-            -1, (heads.number, -1, heads.size)
-        )  # [R, value heads, consumer's heads on each, size]
+        # [R, value heads, consumer's heads on each, size]
+        by_head = score.unflatten(-1, (heads.number, -1, heads.size))
         orders = processes.dealt_out(
             "the order of channels in heads",
             lambda k: channel_order(by_head[:, k].flatten(0, 1), pattern.n, pattern.m).cpu(),
@@ -180,27 +181,43 @@ def _moves(permutation: Permutation, score: Tensor, pattern: NM, processes: Proc
     return [(permutation.consumer.layer, 1, columns), *moves]
 
 
-def _moved(moves: list[Move], inputs: AtBlock, dense: Mapping[nn.Module, Tensor], run: Run) -> bool | None:
+def _put_out(modules: Sequence[nn.Module], inputs: AtBlock) -> dict[nn.Module, list[Tensor]]:
+    """What some modules of the block put out on the first batch, the block's own output, and behind that all other
+    tensors that it puts out or finds in its arguments, which later blocks may read: such as values that they share."""
+    others: list[Tensor] = []
+
+    def see(block: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        others[:] = map(dense_rows, flat_tensors((output, args, kwargs))[1:])
+
+    with inputs.block.register_forward_hook(see, with_kwargs=True):
+        *outputs, output = inputs.outputs_of([*modules, inputs.block], 0)
+    return {**{module: [x] for module, x in zip(modules, outputs)}, inputs.block: [output, *others]}
+
+
+def _moved(moves: list[Move], inputs: AtBlock, dense: Mapping[nn.Module, Sequence[Tensor]], run: Run) -> bool | None:
     """Reorder both sides, and say whether the block still computes the same on the first batch of all processes; if
     not, everything is as before. ``dense``: what modules put out on it.
 
     Reordering the columns alone, which is the first move, has to change the output, else the batch does not reach the
     layer and shows nothing: None.
     """
-    modules = [moves[0][0].owner, inputs.block]
+    consumer = moves[0][0].owner
 
     def changes() -> list[float]:
-        outputs = inputs.outputs_of(modules, 0) if inputs.calls else []
-        return [float((output.float() - dense[module].float()).norm()) for output, module in zip(outputs, modules)]
+        outputs = _put_out([consumer], inputs) if inputs.calls else {}
+        pairs = [pair for module, tensors in outputs.items() for pair in zip(tensors, dense[module])]
+        return [float((x.float() - y.float()).masked_fill(x == y, 0).norm()) for x, y in pairs]
 
     before = [(values, values.clone()) for layer, dim, _ in moves for values in _reordered(layer, dim)]
     same: bool | None = False
     try:
         _reorder(moves[:1])
-        torn = changes()
+        torn = changes()[:2]
         _reorder(moves[1:])
-        exact = 1.0 if any(output.element_size() == 2 for output in dense.values()) else 0.1
-        unchanged = all(a <= exact * bound * b for a, b, bound in zip(changes(), torn, SAME)) if all(torn) else None
+        others = [float(x.float().norm()) for x in dense.get(inputs.block, ())[1:]]
+        exact = 1.0 if any(tensors[0].element_size() == 2 for tensors in dense.values()) else 0.1
+        bounds = [exact * share * x for share, x in zip((*SAME, *(SAME[0] for _ in others)), (*torn, *others))]
+        unchanged = all(map(le, changes(), bounds)) if all(torn) else None
         # the first process that has a batch decides
         verdicts = run.processes.all_gather("a permutation", (bool(inputs.calls), unchanged))
         same = next(verdict for has_batch, verdict in verdicts if has_batch)

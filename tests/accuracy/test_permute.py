@@ -18,6 +18,7 @@ from modelopt_sparse.run import calibrating
 from tests.helpers import assert_bits, assert_same_state, calibrated_run, state_of, tiny_llama, token_batches
 from tests.interruptions import interrupted
 from tests.models.architectures import ARCHITECTURES
+from tests.models.stacked import Block, Stacked, vectors
 
 # without fused experts, a block that is none by itself, convolutions
 FOLDABLE = sorted(set(ARCHITECTURES) - {"mixtral", "albert", "resnet_basic", "resnet_bottleneck"})
@@ -249,6 +250,40 @@ class Unreached(Scaled):
         return x + 0 * self.down(self.up(x))
 
 
+class Shares(Block):
+    """A block whose hidden channels are read by the blocks behind it, as values are in Gemma 3n."""
+
+    def forward(self, x, shared):
+        shared["hidden"] = hidden = self.up(x).relu() + shared.get("hidden", 0)
+        return x + self.down(hidden)
+
+
+class SharesBeside(Block):
+    def forward(self, x, hidden):
+        hidden = self.up(x).relu() + hidden
+        return x + self.down(hidden), hidden
+
+
+class Sharing(Stacked):
+    kind = Shares
+
+    def forward(self, x):
+        x, shared = self.stem(x), {}
+        for block in self.blocks:
+            x = block(x, shared)
+        return self.head(x)
+
+
+class SharingBeside(Stacked):
+    kind = SharesBeside
+
+    def forward(self, x):
+        x, hidden = self.stem(x), torch.zeros(32)
+        for block in self.blocks:
+            x, hidden = block(x, hidden)
+        return self.head(x)
+
+
 def masked() -> nn.Module:
     return mts.sparsify(tiny_llama(), "magnitude", include=["*up_proj", "*o_proj"])
 
@@ -257,6 +292,8 @@ ROWS = [torch.randn(32, 8, generator=torch.Generator().manual_seed(seed)) for se
 STAY = {  # model, data, options
     "scaled": (lambda: nn.Sequential(Scaled(), Scaled()), ROWS, {}),
     "hardly scaled": (lambda: nn.Sequential(HardlyScaled(), HardlyScaled()), ROWS, {}),
+    "written to what later blocks read": (Sharing, vectors(), {}),
+    "put out beside the first tensor": (SharingBeside, vectors(), {}),
     "not reached": (lambda: nn.Sequential(Unreached(), Unreached()), ROWS, {}),
     "makers that are left out of the plan": (tiny_llama, token_batches(), {"exclude": ["*gate_proj", "*v_proj"]}),
     "layers that carry masks": (masked, token_batches(), {}),
