@@ -303,8 +303,7 @@ class Calls:
         answer = Answer.of(output, before, args, kwargs, self._home.get(block))
         dense_wanted = self.run.config.sequential == "none" or self.run.config.reconstruct is not None
         if answer is None and block in attempt.finished and dense_wanted:
-            unkept = f"the output of a {type(block).__name__}"
-            raise RuntimeError(f"{unkept} cannot be kept: it is nested, sparse, or in an object")
+            raise RuntimeError(f"the output of a {type(block).__name__} cannot be kept: nested, sparse or in an object")
         if answer is not None:
             known = self.shapes.setdefault(key, answer)
             if known is None or answer.kind is None or answer.kind != known.kind:

@@ -442,7 +442,7 @@ def deciding(says: str) -> tuple[nn.Module, list[Tensor]]:
 @pytest.mark.parametrize("says", ["bool", "float", "object"])
 def test_what_one_calls_values_decide_holds_for_no_other(says: str, sequential: str):
     model, batches = deciding(says)
-    says_why = "the output of a Saying cannot be kept: it is nested, sparse, or in an object"
+    says_why = "the output of a Saying cannot be kept: nested, sparse or in an object"
     unkept = pytest.warns(UserWarning, match=says_why)
     with unkept if (says, sequential) == ("object", "none") else nullcontext():
         assert_calibrated(model, STACKED, batches, sequential)
