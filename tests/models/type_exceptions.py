@@ -107,3 +107,6 @@ PARTLY: dict[str, str] = {
     "sam3_vision_model": "0.92: ConvTranspose2d.weight, Sam3ViTEmbeddings.position_embeddings",
     "xlnet": "0.44: XLNetModel.mask_emb, XLNetRelativeAttention.k, XLNetRelativeAttention.",
 }
+
+# calibrated through the whole model
+WHOLE = {"squeezebert": "it calls the forward of its blocks past their hooks"}
