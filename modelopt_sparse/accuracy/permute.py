@@ -3,7 +3,7 @@
 The channels between two layers (the hidden ones of an MLP; those inside of each value head) may stand in any order, as
 long as the rows of the layers that make them and the columns of the layer that takes them are reordered alike. Some
 orders put weights that should stay into different groups of M (apex's ASP; RIA, Zhang et al. 2024, ICLR). Which layers
-belong together is not told by names: it is tried, and a block that puts out something else is put back as it was.
+belong together is not told by names: it is tried, and a block that hands on something else is put back as it was.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -195,8 +195,8 @@ def _put_out(modules: Sequence[nn.Module], inputs: AtBlock) -> dict[nn.Module, l
 
 
 def _moved(moves: list[Move], inputs: AtBlock, dense: Mapping[nn.Module, Sequence[Tensor]], run: Run) -> bool | None:
-    """Reorder both sides, and say whether the block still computes the same on the first batch of all processes; if
-    not, everything is as before. ``dense``: what modules put out on it.
+    """Reorder both sides, and say whether all that the block hands on stays the same on the first batch of all
+    processes; if not, everything is as before. ``dense``: what `_put_out` gave of it.
 
     Reordering the columns alone, which is the first move, has to change the output, else the batch does not reach the
     layer and shows nothing: None.
