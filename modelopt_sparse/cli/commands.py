@@ -96,28 +96,15 @@ def _known_dtype(name: str) -> str:
 
 Model = Annotated[str, Argument(metavar="MODEL", help="A folder or a hub name.")]
 Folder = Annotated[Path, Argument(metavar="DIR", help="A folder that sparsify wrote.")]
-SeqLen = Annotated[int | None, Option(help="Tokens per window. Default: 2048, or the model's maximum.")]
-NumSamples = Annotated[int | None, Option(help="Calibration windows. Default: 128.")]
-BatchSize = Annotated[int | None, Option(help="Windows per batch. Default: about 2048 tokens on the CPU, else 8.")]
-Output = Annotated[str | None, Option(help="What counts of the model's output, by name or number. Default: logits.")]
-Divergence = Annotated[str | None, Option(help="kl, squared or bernoulli. Default: kl of logits, else squared.")]
-Device = Annotated[str | None, Option(help="Where to run, for example cuda. Default: the CPU.")]
 OF_AUTO = "auto: that in config.json; of a sparse folder, as stored"
 Dtype = Annotated[str, Option(callback=_known_dtype, help=f"Weights' dtype: {', '.join(DTYPES)} ({OF_AUTO}).")]
-Dequantize = Annotated[
-    bool, Option("--dequantize", help="MODEL is quantized (fp8, mxfp4): make weights of its codes, in --dtype.")
-]
+Dequantize = Annotated[bool, Option("--dequantize", help="MODEL is quantized (fp8, mxfp4): decode it to --dtype.")]
 Revision = Annotated[str | None, Option(help="Hub revision.")]
 TrustRemoteCode = Annotated[bool, Option("--trust-remote-code", help="Run the model's own code.")]
-Progress = Annotated[
-    bool | None,
-    Option("--progress/--no-progress", help="Default: one bar, on a terminal. --progress: every library's bars."),
-]
+Progress = Annotated[bool | None, Option(help="Default: one bar, on a terminal. --progress: every library's bars.")]
 AllRows = Annotated[bool, Option("--all", help="A line for each layer; else equal ones are folded.")]
 Packed = Annotated[bool, Option("--packed", help="Do not store pruned places: smaller files, which unpack reads.")]
-Stream = Annotated[
-    bool, Option("--stream", help="Never hold the whole model; started again, go on where it was stopped.")
-]
+Stream = Annotated[bool, Option("--stream", help="Never hold the whole model; started again, go on where it stopped.")]
 Spill = Annotated[bool, Option("--spill", help="With --stream: hold activations in files beside the output folder.")]
 Overwrite = Annotated[bool, Option("--overwrite", help="Replace the model in a folder that is not empty.")]
 Quiet = Annotated[bool, Option("--quiet", help="Print nothing but warnings and errors, unless --json.")]
@@ -138,40 +125,41 @@ def _named_model(
 
 def _flags(
     method: str | None = Option(None, help=f"{', '.join(METHODS)}. Default: sparsegpt, or what --quality chooses."),
-    quality: str | None = Option(
-        None, help=f"{', '.join(QUALITIES)}: chooses the method and what follows it. Default: neither."
-    ),
+    quality: str | None = Option(None, help=f"{', '.join(QUALITIES)}: chooses the method and what follows it."),
     pattern: str | None = Option(None, help="2:4, any N:M (N kept), or a pruned fraction such as 50%. Default: 2:4."),
-    budget: str | None = Option(
-        None, help="What layers may have in all, such as '35% zeros' or '60% flops': what each becomes is chosen."
-    ),
+    budget: str | None = Option(None, help="'35% zeros' or '60% flops' of all layers: what each becomes is chosen."),
     choices: str | None = Option(None, metavar="A,B", help="With a budget: what a layer may become. dense,2:4 or so."),
     losses: Path | None = Option(None, help="JSON file that keeps what choices lose, for other budgets."),
-    output: Output = None,
-    divergence: Divergence = None,
+    output: str | None = Option(None, help="What counts of the model's output, by name or number. Default: logits."),
+    divergence: str | None = Option(None, help="kl, squared or bernoulli. Default: kl of logits, else squared."),
     data: str | None = Option(
         None,
         metavar="FILE",
         help="Calibration text: .txt, .jsonl, a folder, a data set NAME[:CONFIG[:SPLIT]], or self.",
     ),
-    num_samples: NumSamples = None,
-    seq_len: SeqLen = None,
-    batch_size: BatchSize = None,
+    num_samples: int | None = Option(None, help="Calibration windows. Default: 128."),
+    seq_len: int | None = Option(None, help="Tokens per window. Default: 2048, or the model's maximum."),
+    batch_size: int | None = Option(None, help="Windows per batch. Default: about 2048 tokens on the CPU, else 8."),
     include: list[str] | None = Option(None, help="Glob of layers to prune; may be repeated."),
     exclude: list[str] | None = Option(None, help="Glob of layers to leave dense; may be repeated."),
-    sequential: str | None = Option(
-        None, help="What is sparse before a layer when it is calibrated: block, stage or none. Default: block."
-    ),
+    sequential: str | None = Option(None, help="block, stage or none: what is sparse before a layer. Default: block."),
     seed: int | None = Option(None, help="Seed of the choice of windows. Default: 0."),
-    config: Path | None = Option(
-        None, "--config", help="YAML file of any options of the API; --set and flags win over it."
-    ),
+    config: Path | None = Option(None, help="YAML file of any options of the API; --set and flags win over it."),
     options: list[str] | None = Option(
         None, "--set", metavar="KEY=VALUE", help="Any option of the API or of the method; VALUE is YAML."
     ),
-    device: Device = None,
+    device: str | None = Option(None, help="Where to run, for example cuda. Default: the CPU."),
 ) -> None:
     """What ``**flags`` stand for in commands: options of the API, which `settings_of` reads."""
+
+
+EVERY_FLAG = inspect.signature(_flags).parameters
+EVALUATED_BY = ("seq_len", "batch_size", "output", "divergence")
+FLAGS = {  # name of a command's ``**`` parameter -> those of `_flags` that it stands for
+    "flags": tuple(EVERY_FLAG),
+    "text_flags": ("data", "num_samples", *EVALUATED_BY, "options", "device"),
+    "evaluation_flags": (*EVALUATED_BY, "device"),
+}
 
 
 # commands -------------------------------------------------------------------------------------------------------------
@@ -185,16 +173,14 @@ def _show_version(asked: bool) -> None:
 
 @app.callback(help=HELP)
 def _root(
-    version: bool = Option(
-        False, "--version", is_eager=True, callback=_show_version, help="Show the version, and stop."
-    ),
+    version: bool = Option(False, "--version", is_eager=True, callback=_show_version, help="Show the version."),
 ) -> None:
     """What the command line has besides its commands."""
 
 
 def command(body: Callable[..., None]) -> Callable[..., None]:
-    """Make ``body`` a command, which joins the processes of torchrun; its ``source`` and ``**flags`` stand for the
-    parameters of `_named_model` and `_flags`."""
+    """Make ``body`` a command, which joins the processes of torchrun; its ``source`` stands for the parameters of
+    `_named_model`, and ``**flags`` for those that `FLAGS` says."""
     of_body, of_model = inspect.signature(body).parameters, inspect.signature(_named_model).parameters
 
     @functools.wraps(body, assigned=("__name__", "__doc__"))  # not the annotations, which typer would evaluate
@@ -209,7 +195,7 @@ def command(body: Callable[..., None]) -> Callable[..., None]:
                 arguments["source"] = _named_model(**{name: arguments.pop(name) for name in of_model})
             body(**arguments)
 
-    groups = {"source": of_model, "flags": inspect.signature(_flags).parameters}
+    groups = {"source": of_model, **{name: {x: EVERY_FLAG[x] for x in flags} for name, flags in FLAGS.items()}}
     names = sorted(of_body, key=lambda name: name != "flags")
     parameters = [parameter for name in names for parameter in groups.get(name, {name: of_body[name]}).values()]
     required_first = sorted(parameters, key=lambda parameter: parameter.default is not parameter.empty)
@@ -221,9 +207,7 @@ def command(body: Callable[..., None]) -> Callable[..., None]:
 def sparsify(
     source: "NamedModel",
     out: Annotated[Path, Option(help="Folder to write.")],
-    eval_data: str | None = Option(
-        None, "--eval", metavar="FILE", help="Held-out text: perplexity of dense and sparse on it, and KL."
-    ),
+    eval_data: str | None = Option(None, "--eval", metavar="FILE", help="Held-out text: measure perplexities and KL."),
     dequantize: Dequantize = False,
     stream: Stream = False,
     spill: Spill = False,
@@ -248,7 +232,7 @@ def sparsify(
         progress = False
     if not stream:  # a streaming run may go on with an earlier one, and checks the folder itself
         checked_place(out, overwrite=overwrite, sources=[source.name])
-    page = _page_beside(out, overwrite) if html else None
+    page = _new_page(out.parent / f"{out.resolve().name}.html", overwrite) if html else None
     settings = settings_of(source, **flags, progress=progress)
     held_out = None if eval_data is None else tokens_in(eval_data, source.tokenizer)
     method = settings.pop("method")
@@ -256,14 +240,16 @@ def sparsify(
     planned = mts.make_plan(empty, method, settings)  # what is wrong is found here, before weights are read
     if "data" not in settings and (needing := [layer for layer in planned.layers if layer.calibrated]):
         raise ValueError(f"method {needing[0].recipe!r} needs calibration text: give --data FILE")
+    where: dict[str, Any] = {"overwrite": overwrite, "packed": packed}
     if stream:
-        kwargs: dict[str, Any] = {"overwrite": overwrite, "spill": spill, "packed": packed, "dequantize": dequantize}
-        kwargs |= {"dtype": source.dtype, **source.hub}
+        where |= {"spill": spill, "dequantize": dequantize, "dtype": source.dtype, **source.hub}
         with _kept_blocks_are_said(out, f" of {sum(len(stack.names) for stack in planned.stacks)}"):
-            streamed = mts.sparsify_checkpoint(source.name, out, method, settings, **kwargs)
+            streamed = mts.sparsify_checkpoint(source.name, out, method, settings, **where)
         result = streamed if rank() == 0 else None
     else:
-        result = _sparsified(source, quantized, method, settings, out, held_out, overwrite, packed)
+        make = functools.partial(mts.sparsify, method=method, config=settings)
+        loading: dict[str, Any] = {"quantized": quantized, "masks": not settings.get("replace")}
+        result = _in_memory(make, source, out, settings, held_out=held_out, **loading, **where)
     if result is None:
         return
     if page is not None and rank() == 0:
@@ -287,34 +273,35 @@ def _written(out: Path, packed: bool) -> str:
     return f"Written to {out}: {loading}"
 
 
-def _page_beside(out: Path, overwrite: bool) -> Path:
-    """The path of the page of the folder ``out``. Raises ValueError if it cannot be written there."""
+def _new_page(page: Path, overwrite: bool) -> Path:
+    """The path of a page. Raises ValueError if it cannot be written there."""
     from modelopt_sparse.reports.page import checked_page
 
-    page = checked_page(out.parent / f"{out.resolve().name}.html")
-    if page.exists() and not overwrite:
-        raise ValueError(f"{str(page)!r} exists: --overwrite replaces it, or give another --out")
+    if checked_page(page).exists() and not overwrite:
+        raise ValueError(f"{str(page)!r} exists: --overwrite replaces it, or give another path")
     return page
 
 
-def _sparsified(
+def _in_memory(
+    make: "Callable[[Module], Module]",
     source: "NamedModel",
-    quantized: Any,
-    method: Any,
-    settings: dict[str, Any],
     out: Path,
-    held_out: "Tensor | None",
-    overwrite: bool,
-    packed: bool,
+    settings: dict[str, Any],
+    *,
+    masks: bool = True,
+    quantized: Any = None,
+    held_out: "Tensor | None" = None,
+    **saving: Any,
 ) -> "mts.Report | None":
-    """Make a model sparse in memory and write it -> the report; None in a process that another one writes for."""
+    """Make a model sparse, or smaller, in memory, and write it -> the report; None in a process that another one writes
+    for."""
     from modelopt_sparse.checkpoint.workfolder import locked
     from modelopt_sparse.distributed import rank, while_others_wait
 
     with locked(out) if rank() == 0 else nullcontext():
         companions = source.companions()
-        network = source.load(quantized=quantized, masks=not settings.get("replace"))
-        report = mts.report(mts.sparsify(network, method, settings))
+        network = make(source.load(quantized=quantized, masks=masks))
+        report = mts.report(network)
         if quantized is not None:
             report.notes.append(str(quantized))
         with while_others_wait(settings.get("distributed")) as writes:
@@ -324,7 +311,7 @@ def _sparsified(
                 place = settings.get("device") or "cpu"
                 both = network.to(place), source.load(place, quantized)
                 report.evaluation = _evaluate(*both, held_out, settings)
-            mts.save(network.to("cpu"), out, overwrite=overwrite, companions=companions, packed=packed)
+            mts.save(network.to("cpu"), out, companions=companions, **saving)
     return report
 
 
@@ -354,9 +341,7 @@ def _write_page(page: Path, report: "mts.Report", folder: Path) -> None:
 @command
 def plan(
     source: "NamedModel",
-    training_recipe: Path | None = Option(
-        None, "--training", help="YAML with a section sparsity: show what would be trained sparse instead."
-    ),
+    training_recipe: Path | None = Option(None, "--training", help="YAML with a section sparsity: plan that instead."),
     dequantize: Dequantize = False,
     all_rows: AllRows = False,
     as_json: Json = False,
@@ -406,29 +391,19 @@ def shrink(
     to: list[str] | None = Option(None, metavar="NAME=SIZE", help="A size by the config's own name; may be repeated."),
     budget: str | None = Option(None, help="What the model may cost instead: 70% params, 75% flops, 12GB bytes."),
     criterion: str | None = Option(
-        None,
-        help=f"What channels ({', '.join(CRITERIA)}) or experts ({', '.join(EXPERT_CRITERIA)}) are chosen by. "
-        "Default: the first.",
+        None, help=f"Of channels: {', '.join(CRITERIA)}; of experts: {', '.join(EXPERT_CRITERIA)}. Default: the first."
     ),
     quality: str | None = Option(None, help=f"{', '.join(QUALITIES)}: what repairs the model. Default: refit alone."),
-    data: str | None = Option(None, metavar="FILE", help="Calibration text, as for sparsify."),
-    num_samples: NumSamples = None,
-    seq_len: SeqLen = None,
-    batch_size: BatchSize = None,
-    output: Output = None,
-    divergence: Divergence = None,
-    options: list[str] | None = Option(
-        None, "--set", metavar="KEY=VALUE", help="Any option of the API; VALUE is YAML."
-    ),
-    device: Device = None,
     show_plan: bool = Option(False, "--plan", help="Show the sizes and what they cost, and stop. Reads no weights."),
     stream: Stream = False,
     spill: Spill = False,
     overwrite: Overwrite = False,
     progress: Progress = None,
     as_json: Json = False,
+    **text_flags: Any,
 ) -> None:
     """Make MODEL smaller: fewer MLP channels, experts or blocks. Write a plain folder, for any engine."""
+    from modelopt_sparse.checkpoint.folder import checked_place
     from modelopt_sparse.checks import read_yaml
     from modelopt_sparse.cli.inputs import settings_of
     from modelopt_sparse.distributed import rank
@@ -440,9 +415,7 @@ def shrink(
     pairs = [assignment.partition("=") for assignment in to or []]
     sizes |= {"to": {key: read_yaml(size, f"--to {key}") for key, _, size in pairs}, "budget": budget}
     sizes = {name: value for name, value in sizes.items() if value}
-    flags = {"criterion": criterion, "quality": quality, "data": data, "num_samples": num_samples, "seq_len": seq_len}
-    flags |= {"batch_size": batch_size, "output": output, "divergence": divergence}
-    settings = sizes | settings_of(source, options=options, device=device, progress=progress, **flags)
+    settings = sizes | settings_of(source, criterion=criterion, quality=quality, progress=progress, **text_flags)
     settings.pop("method")
     of_run = {name: value for name, value in settings.items() if name not in ("data", "tokenizer", "progress")}
     planned = mts.plan_shrink(source.empty(False)[0], **of_run)
@@ -451,26 +424,15 @@ def shrink(
         return
     if out is None or "data" not in settings:
         raise ValueError("shrink needs --out DIR and --data FILE (or --plan, to see the sizes)")
-    where: dict[str, Any] = {"overwrite": overwrite, "spill": spill, "dtype": source.dtype, **source.hub}
-    with _kept_blocks_are_said(out) if stream else nullcontext():
-        streamed = mts.shrink_checkpoint(source.name, out, **where, **settings) if stream else None
-    result = streamed or _shrunk(source, settings, out, overwrite)
+    if stream:
+        where: dict[str, Any] = {"overwrite": overwrite, "spill": spill, "dtype": source.dtype, **source.hub}
+        with _kept_blocks_are_said(out):
+            result: Any = mts.shrink_checkpoint(source.name, out, **where, **settings)
+    else:
+        checked_place(out, overwrite=overwrite, sources=[source.name])
+        result = _in_memory(functools.partial(mts.shrink, **settings), source, out, settings, overwrite=overwrite)
     if rank() == 0:
         _show(result, as_json, f"\n\nWritten to {out}.")
-
-
-def _shrunk(source: "NamedModel", settings: dict[str, Any], out: Path, overwrite: bool) -> "mts.Report":
-    """Make a model smaller in memory and write it -> the report."""
-    from modelopt_sparse.checkpoint.folder import checked_place
-    from modelopt_sparse.distributed import while_others_wait
-
-    checked_place(out, overwrite=overwrite, sources=[source.name])
-    companions, network = source.companions(), source.load(masks=True)
-    mts.shrink(network, **settings)
-    with while_others_wait(settings.get("distributed")) as writes:
-        if writes:
-            mts.save(network.to("cpu"), out, overwrite=overwrite, companions=companions)
-    return mts.report(network)
 
 
 @command
@@ -481,22 +443,17 @@ def eval_(
     ],
     reference: str | None = Option(None, help="The dense model: measured too, and the KL from it."),
     special_tokens: bool = Option(False, "--special-tokens", help="Put the tokenizer's before the text, as papers do."),
-    seq_len: SeqLen = None,
-    batch_size: BatchSize = None,
-    output: Output = None,
-    divergence: Divergence = None,
-    device: Device = None,
     progress: Progress = None,
     as_json: Json = False,
+    **evaluation_flags: Any,
 ) -> None:
     """Measure MODEL's perplexity on text. With --reference also the dense model's, and the KL."""
     from modelopt_sparse.cli.inputs import NamedModel, settings_of, tokens_in
 
-    flags = {"output": output, "divergence": divergence, "seq_len": seq_len, "batch_size": batch_size}
-    settings = settings_of(source, device=device, progress=progress, **flags)
+    settings = settings_of(source, progress=progress, **evaluation_flags)
     beside = None if reference is None else NamedModel(reference, source.dtype, None, **source.remote)
     tokens = tokens_in(data, source.tokenizer, special_tokens=special_tokens)
-    place = "cpu" if device is None else device
+    place = settings.pop("device", "cpu")
     _show(_evaluate(source.load(place), None if beside is None else beside.load(place), tokens, settings), as_json)
 
 
@@ -504,8 +461,8 @@ def _evaluate(
     network: "Module", dense: "Module | None", tokens: "Tensor", settings: dict[str, Any]
 ) -> "mts.Evaluation":
     """Evaluate a model, and the dense one if there is one, with the settings of the command line."""
-    names = ("seq_len", "batch_size", "output", "divergence", "progress")
-    return mts.evaluate(network, tokens, reference=dense, **{key: settings[key] for key in names if key in settings})
+    options = {key: settings[key] for key in (*EVALUATED_BY, "progress") if key in settings}
+    return mts.evaluate(network, tokens, reference=dense, **options)
 
 
 @command
@@ -536,14 +493,10 @@ def verify(
 @command
 def report(
     folder: Folder,
-    html: Path | None = Option(
-        None, metavar="FILE", help="Write a page with plots and tables, and print only its name."
-    ),
+    html: Path | None = Option(None, metavar="FILE", help="Write a page with plots and tables instead."),
     compare: Path | None = Option(None, metavar="DIR", help="With --html: another folder, shown side by side."),
     evaluation: list[Path] | None = Option(
-        None,
-        metavar="FILE",
-        help="What eval --json printed of the model in DIR, or lm_eval wrote: shown as well. May be repeated.",
+        None, metavar="FILE", help="What eval --json printed of the model, or lm_eval wrote. May be repeated."
     ),
     overwrite: bool = Option(False, "--overwrite", help="Replace a page that is there."),
     all_rows: AllRows = False,
@@ -551,10 +504,9 @@ def report(
 ) -> None:
     """Show what was done to the model in DIR. Per layer: recipe, pattern, zeros, error and time."""
     from modelopt_sparse.cli.inputs import add_evaluation
-    from modelopt_sparse.reports.page import checked_page
 
-    if html is not None and checked_page(html).exists() and not overwrite:
-        raise ValueError(f"--html {str(html)!r} exists: --overwrite replaces it, or give another path")
+    if html is not None:
+        _new_page(html, overwrite)
     if compare is not None and html is None:
         raise ValueError("--compare goes with --html FILE: two runs are shown side by side on a page")
     result = mts.report(folder)
@@ -631,9 +583,7 @@ def sparse_ift(
     iso: str = Option("layers", help="layers or model: whose FLOPs stay (model: wide alone)."),
     multiple: int = Option(1, help="Widths are rounded up to a multiple of this."),
     include: list[str] | None = Option(None, help="Glob of layers to replace; may be repeated."),
-    recipe: Path | None = Option(
-        None, help="YAML with a section sparsity, without a level: how it is trained. Else: static."
-    ),
+    recipe: Path | None = Option(None, help="YAML with a section sparsity, without a level. Default: static."),
     overwrite: bool = Option(False, "--overwrite", help="Write to a folder that is not empty."),
     revision: Revision = None,
     trust_remote_code: TrustRemoteCode = False,
