@@ -108,23 +108,28 @@ RENAMED: dict[str, str] = {
     "col_block_size": "block_size",
     "verbose": "progress",
 }
-# keys of ModelOpt and others that have no counterpart here -> why, and what to do instead
-REFUSED: dict[str, str] = {
-    "calib_size": "ModelOpt never reads it; use max_batches, or num_samples with text",
-    "row_block_size": "rows are independent and need no blocks; leave it out",
-    "checkpoint": "ModelOpt stores nothing there; leave it out",
-    "score_func": "it has no effect on sparsity; leave it out",
-    "loss_func": "it has no effect on sparsity; leave it out",
-    "deployment": "it has no effect on sparsity; leave it out",
+# options of ModelOpt and other libraries that have no counterpart of that name -> what to do instead
+NO_EFFECT = "leave it out, it has no effect on sparsity"
+ELSEWHERE: dict[str, str] = {
+    "calib_size": "give max_batches, or num_samples with text; ModelOpt never reads it",
+    "row_block_size": "leave it out, rows are independent and need no blocks",
+    "checkpoint": "leave it out, ModelOpt stores nothing there",
+    **dict.fromkeys(("score_func", "loss_func", "deployment"), NO_EFFECT),
+    "dataset": "give data= (text, with tokenizer=) or data_loader= (batches)",
+    "ignore": "give exclude=, globs of layers that stay dense",
+    "targets": "give include=, globs of layers to prune",
+    "sparsity": "give pattern=, such as 0.5, '50%' or '2:4'",
+    "mask_structure": "give pattern=, such as '2:4'",
+    "constraints": "give budget=, such as '60% flops'",
+    "effective_bits": "give budget=, such as '60% bytes' with runtime='cusparselt'; nothing is quantized here",
+    "target_size": "give budget=, such as '4.2e9 bytes' with runtime='cusparselt'",
+    "pruning_ratio": "give pattern=0.5 for zeros, or mts.shrink(model, mlp=0.5) for a smaller model",
+    "export_config": "give it to mts.shrink, as to=: a smaller model",
 }
 
 
 def translated(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options with ModelOpt's keys renamed to ours. Raises ValueError for keys without a counterpart, and for options
-    given under both names."""
-    for key, instead in REFUSED.items():
-        if key in options:
-            raise ValueError(f"option {key!r} is not taken over from ModelOpt: {instead}")
+    """Options with ModelOpt's keys renamed to ours. Raises ValueError for options given under both names."""
     for old, new in RENAMED.items():
         if old in options and new in options:
             raise ValueError(f"options {old!r} and {new!r} mean the same; give one")
@@ -359,19 +364,6 @@ LEAST_STEPS = 32  # in an epoch, as far as there are rows
 HELD_BACK = 16  # one of so many steps, at least one, only judges
 HELD_BACK_FOR_OUTPUTS = 4  # the same where the model's output judges, whose divergence varies more from row to row
 SELF = "self"  # as data: text that the model writes, all of it
-# options of other libraries, whose names are like those of other options here
-ELSEWHERE = {
-    "dataset": "data= (text, with tokenizer=) or data_loader= (batches)",
-    "ignore": "exclude=, globs of layers that stay dense",
-    "targets": "include=, globs of layers to prune",
-    "sparsity": "pattern=, such as 0.5, '50%' or '2:4'",
-    "mask_structure": "pattern=, such as '2:4'",
-    "constraints": "budget=, such as '60% flops'",
-    "effective_bits": "budget=, such as '60% bytes' with runtime='cusparselt'; nothing is quantized here",
-    "target_size": "budget=, such as '4.2e9 bytes' with runtime='cusparselt'",
-    "pruning_ratio": "pattern=0.5 for zeros, or mts.shrink(model, mlp=0.5) for a smaller model",
-    "export_config": "it to mts.shrink, as to=: a smaller model",
-}
 OWN_WINDOWS = {"auto": 3, "masked": 1}  # what `self_data` may be: windows that the model writes for each of the user's
 OF_OUTPUT = ("output", "divergence")  # in a report where they are set
 
@@ -571,7 +563,7 @@ class SparsifyConfig:
         known = cls.names()
         method_options = {key: options.pop(key) for key in list(options) if key not in known and key in method.options}
         for name in options.keys() & ELSEWHERE.keys() - method.options.keys():
-            raise ValueError(f"option {name!r} is not known: give {ELSEWHERE[name]}")
+            raise ValueError(f"option {name!r} is not known: {ELSEWHERE[name]}")
         refuse_unknown(options, [*known, *method.options])
         made = cls(**options, options=method_options)
         used = made.budget or made.distill or (made.reconstruct and made.reconstruct.metric != "plain")

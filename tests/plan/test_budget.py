@@ -55,9 +55,6 @@ TOGETHER = [
     ({"rules": {"*": {"choices": ["2:4"]}}}, "choices go with budget="),
     ({"budget": "35% zeros", "choices": ["dense"]}, "at least one pattern beside 'dense'"),
     ({"budget": "9% zeros", "timings": "speed.json"}, "option 'timings' is not known"),
-    ({"constraints": 3}, "option 'constraints' is not known: give budget="),
-    ({"effective_bits": 3}, "give budget="),
-    ({"target_size": 3}, "give budget="),
 ]
 
 

@@ -9,7 +9,7 @@ from torch import nn
 import modelopt_sparse as mts
 from modelopt_sparse.methods import METHODS
 from modelopt_sparse.methods.patterns import NM
-from modelopt_sparse.plan.options import REFUSED, RENAMED, Rule, SparsifyConfig, check_globs, parse_rules
+from modelopt_sparse.plan.options import RENAMED, Rule, SparsifyConfig, check_globs, parse_rules
 from modelopt_sparse.plan.planner import resolve, resolve_method
 from tests.plan.test_options import make
 
@@ -71,20 +71,6 @@ def test_the_keys_of_modelopt_are_translated():
 def test_an_option_under_both_names_is_refused(old, new):
     with pytest.raises(ValueError, match=f"options '{old}' and '{new}' mean the same; give one"):
         make({old: 1, new: 1})
-
-
-INSTEAD = {
-    "calib_size": "use max_batches, or num_samples with text",
-    "row_block_size": "rows are independent and need no blocks; leave it out",
-    **dict.fromkeys(("checkpoint", "score_func", "loss_func", "deployment"), "leave it out"),
-}
-
-
-@pytest.mark.parametrize(("key", "instead"), INSTEAD.items())
-def test_keys_of_modelopt_without_a_counterpart_are_refused_with_what_to_do(key, instead):
-    assert key in REFUSED
-    with pytest.raises(ValueError, match=f"option '{key}' is not taken over from ModelOpt: .*{instead}"):
-        make({key: None})
 
 
 def test_class_rules_of_modelopt_turn_around_because_there_the_last_match_wins():

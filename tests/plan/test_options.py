@@ -101,9 +101,11 @@ def test_a_config_takes_values_as_sparsify_does():
         SparsifyConfig(update="yes")  # type: ignore[arg-type]
 
 
-# of other libraries: what they are here
-ELSEWHERE = {"dataset": "data=", "ignore": "exclude=", "targets": "include=", "sparsity": "pattern="}
-ELSEWHERE["mask_structure"] = "pattern="
+# of other libraries -> what to do here
+INSTEAD = {"dataset": "give data=", "ignore": "give exclude=", "targets": "give include=", "sparsity": "give pattern="}
+INSTEAD |= {"mask_structure": "give pattern=", "calib_size": "give max_batches", "row_block_size": "leave it out"}
+INSTEAD |= dict.fromkeys(("checkpoint", "score_func", "loss_func", "deployment"), "leave it out")
+INSTEAD |= dict.fromkeys(("constraints", "effective_bits", "target_size"), "give budget=")
 
 # what is refused ------------------------------------------------------------------------------------------------------
 
@@ -147,7 +149,7 @@ REFUSED = [
     ({"include": 5}, "include=5: give a glob of layer names, or a list of them"),
     ({"exclude": [nn.Linear]}, "exclude=.*Linear.*: give a glob of layer names, or a list of them"),
     ("2:4", "config is a str: give a mapping, a SparsifyConfig or None"),
-    *(({name: "x"}, f"option '{name}' is not known: give {here}") for name, here in ELSEWHERE.items()),
+    *(({name: None}, f"option '{name}' is not known: {instead}") for name, instead in INSTEAD.items()),
 ]
 
 
