@@ -8,7 +8,7 @@ and each can say which one failed, also where no torchrun stops it.
 import os
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -90,7 +90,7 @@ class RankError(RuntimeError):
     """Another process of the run stopped or died, or the processes do not do the same."""
 
 
-class Processes:
+class Processes(AbstractContextManager["Processes"]):
     """The processes of one run; this one is number ``rank`` of ``size``. A single process sends nothing.
 
     All processes call the same methods in the same order, within a ``with``. An error in it, Ctrl-C included, ends the
@@ -115,9 +115,6 @@ class Processes:
             f"not all of the {size} processes of the group came to this call: "
             f"make it in all of them, or with distributed=False ({text})"
         )
-
-    def __enter__(self) -> "Processes":
-        return self
 
     def __exit__(self, _: Any, error: BaseException | None, __: Any) -> None:
         # on Ctrl-C the others notice that the connection is gone

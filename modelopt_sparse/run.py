@@ -141,7 +141,7 @@ EVERY = 60.0  # seconds between two lines
 LINE = "{desc}: {unit} {n_fmt} of {total_fmt}, {elapsed} gone, {remaining} left{postfix}"
 
 
-class Progress:
+class Progress(AbstractContextManager["Progress"]):
     """A bar that stays while one part of a run goes on.
 
     title, unit: what runs, and what is counted. total: how many there are.
@@ -157,9 +157,6 @@ class Progress:
         self._line = partial(tqdm.format_meter, total=total, prefix=title, unit=unit, bar_format=LINE)
         self._began = self._last_line = time.monotonic()
         self._count, self._said = 0, ""
-
-    def __enter__(self) -> "Progress":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._bar.close()

@@ -83,11 +83,11 @@ def estimated(
         memory["distillation"] = in_all["states"] + together["gradients"] + logits
         # the best values so far, and what the dense model's output head was called with
         memory["distillation_on_the_host"] = in_all["best"] + tokens * hidden
-    activations = activation_copies(config) * hidden if calibrated else 0
+    # held from block to block: what the block before has put out; and what the dense block before has, and the dense
+    # block itself, which blocks are tuned towards
+    activations = (1 if reconstruct is None else 3) * hidden if calibrated else 0
     token_bytes = {"routed_tokens_of_one_block": largest["routed"], "cached_activations": activations}
-    for part, size in token_bytes.items():
-        if tokens and size:
-            memory[part] = tokens * size
+    memory |= {part: tokens * size for part, size in token_bytes.items() if tokens and size}
     # how many tokens a data_loader, a forward_loop or a processor yields is not known yet; a streamed model writes none
     known = calibrated and config.data_loader is None and config.forward_loop is None and config.processor is None
     return memory, _streamed(model, stacks, config, memory, together, activations, window if known else None)
@@ -181,12 +181,6 @@ def tight(plan: Plan, config: SparsifyConfig) -> str | None:
             sizes = f"takes {most:,} bytes at most on {name}, where {max(free, 0):,.0f} are free"
             return f"this run {sizes}: free some, exclude the largest layers, or use a method without Gram matrices"
     return None
-
-
-def activation_copies(config: SparsifyConfig) -> int:
-    """How many copies of the calibration data's activations are held from block to block: what the block before has put
-    out; and what the dense block before has, and the dense block itself, which blocks are tuned towards."""
-    return 1 if config.reconstruct is None else 3
 
 
 # parts ----------------------------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -215,7 +214,6 @@ def takes_shape(shape: tuple[int, ...]) -> dict[str, bool]:
 # must have what it was started with.
 
 
-INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 DATA = ("data_loader", "forward_loop", "data")
 
 
@@ -229,8 +227,7 @@ def started_with(plan: Plan, config: SparsifyConfig) -> dict[str, Any]:
     # the kind of device: each process may have a GPU of its own
     facts.update(config.settings(), device=str(config.device and config.device.type))
     for name, mask in (config.masks or {}).items():
-        bits = np.packbits(mask.flatten().cpu().numpy(), bitorder="little")  # as a folder holds them
-        facts[f"mask {name}"] = hashlib.sha256(bits.tobytes()).hexdigest()
+        facts[f"mask {name}"] = checksum(mask)
     return facts | {f"version of {name}": version for name, version in library_versions().items()}
 
 
@@ -252,15 +249,9 @@ def common_to_processes(model: nn.Module, plan: Plan, config: SparsifyConfig) ->
 
 
 def checksum(values: Tensor) -> str:
-    """Shape, dtype and a sum of the bits, in 64-bit integers that wrap around: exact, whatever the order and the
-    threads. Each row has a weight of its own, so that rows that have changed places show."""
-    values = values.detach()
+    """Dtype and shape, and the SHA-256 of the bits unless they are on the meta device."""
     described = f"{values.dtype} {list(values.shape)}"
-    if values.device.type == "meta" or not values.numel():
+    if values.is_meta:
         return described
-    if values.is_complex():
-        values = torch.view_as_real(values)
-    rows = values.reshape(len(values), -1) if values.dim() else values.reshape(1, 1)
-    sums = rows.contiguous().view(INTEGER_OF_SIZE[values.element_size()]).sum(-1, dtype=torch.int64)
-    weights = torch.arange(1, 2 * len(sums), 2, dtype=torch.int64, device=sums.device)
-    return f"{described}, checksum {int((sums * weights).sum()) & (2**64 - 1):016x}"
+    bits = values.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+    return f"{described}, SHA-256 {hashlib.sha256(bits).hexdigest()}"

@@ -83,7 +83,6 @@ def plan_for(model: nn.Module, method: Method, config: SparsifyConfig) -> Plan:
     order = {name: i for i, (name, _) in enumerate(model.named_modules())}
     skipped.sort(key=lambda weight: order.get(weight.name, order.get(weight.name.rpartition(".")[0], 0)))
     _check_planned(model, planned, skipped, config)
-    _check_present_masks(planned, config)
     memory, streamed = estimated(model, planned, stacks, config)
     plan = Plan(tuple(planned), tuple(skipped), memory, tuple(stacks), streamed=streamed)
     short = filter(None, (lacking(plan, config), tight(plan, config)))
@@ -193,28 +192,6 @@ def without_others(plan: Plan, reasons: Mapping[str, str], model: nn.Module, con
     return replace(plan, layers=layers, skipped=skipped)
 
 
-def _check_present_masks(planned: Sequence[LayerPlan], config: SparsifyConfig) -> None:
-    """Raise ValueError if a mask that a layer carries, and whose zeros stay, has more of them than the pattern."""
-    for layer_plan in planned:
-        mask, pattern, columns = _present_mask(layer_plan.layer, config), layer_plan.pattern, layer_plan.shape[-1]
-        zeros = 0 if mask is None else int((~mask).sum())
-        # at its level whatever the scope: 50% of each row, rounded, may be more than 50% of the matrix
-        wanted = (
-            pattern.zeros_in(layer_plan.shape)
-            if isinstance(pattern, NM)
-            else layer_plan.size // columns * math.ceil(Fraction(str(pattern.sparsity)) * columns)
-        )
-        if zeros > wanted:
-            problem = f"{zeros / layer_plan.size:.2%} zeros in the present mask, and pattern {pattern} has fewer"
-            raise ValueError(f"layer {layer_plan.name!r}: {problem}: give one with as many, or replace=True")
-
-
-def _present_mask(layer: Layer, config: SparsifyConfig) -> Tensor | None:
-    """The mask that a layer carries, if its zeros stay and its values are there (not on the meta device)."""
-    mask = None if config.replace else layer.mask
-    return None if mask is None or mask.is_meta else mask
-
-
 def _by_rule(rule: Rule, method: Method, config: SparsifyConfig) -> Decision:
     """The method, pattern, options and choices of the layers that a rule matches; a rule's pattern alone is fixed."""
     rule_options = dict(rule.options or {})
@@ -252,8 +229,8 @@ def _user_mask(layer: Layer, pattern: Pattern, config: SparsifyConfig) -> tuple[
     matrix = layer.matrix(mask)
     if isinstance(pattern, Unstructured):  # the mask may have any number of zeros, anywhere
         pattern = Unstructured(int((~matrix).sum()) / matrix.numel(), "matrix")
-    present = _present_mask(layer, config)
-    within = pattern if present is None else replace(pattern, within=present.to(matrix.device))
+    present = None if config.replace else layer.mask
+    within = pattern if present is None or present.is_meta else replace(pattern, within=present.to(matrix.device))
     if regrown := within.count_regrown(matrix):
         raise ValueError(f"{named} keeps {regrown} weights that the present mask prunes: replace=True drops that mask")
     if wrong := within.count_kept_wrong(matrix):
@@ -297,9 +274,22 @@ def _check_planned(
                 raise ValueError(f"{where} and the parameter {name!r} share memory: {advice}")
         if config.budget is not None and not config.budget.optional and layer_plan.within_mask:
             raise ValueError(f"{where} carries a mask whose zeros stay, against a budget: give replace=True")
+        if layer_plan.within_mask:
+            _check_present_mask(layer_plan)
         blind = isinstance(layer.adapter, RoutedAdapter) and not layer.adapter.sees_all_tokens
         if config.experts == "all_tokens" and (blind or layer.mixture is not None):
             raise ValueError(f"{where} is given nothing but the rows that are routed to it: use experts='pool'")
+
+
+def _check_present_mask(layer_plan: LayerPlan) -> None:
+    """Raise ValueError if the mask that a layer carries has more zeros than the pattern."""
+    mask, pattern, columns = layer_plan.layer.mask, layer_plan.pattern, layer_plan.shape[-1]
+    zeros = 0 if mask is None or mask.is_meta else int((~mask).sum())
+    # at its level whatever the scope: 50% of each row, rounded, may be more than 50% of the matrix
+    most = layer_plan.size // columns * math.ceil(Fraction(str(pattern.sparsity)) * columns)
+    if zeros > (pattern.zeros_in(layer_plan.shape) if isinstance(pattern, NM) else most):
+        problem = f"{zeros / layer_plan.size:.2%} zeros in the present mask, and pattern {pattern} has fewer"
+        raise ValueError(f"layer {layer_plan.name!r}: {problem}: give one with as many, or replace=True")
 
 
 def _memory(x: Tensor) -> int:
