@@ -5,7 +5,6 @@ four, which leave what they found in FOLDER; hanging ones are killed. The proces
 imported everything, which makes them cheap.
 """
 
-import errno
 import hashlib
 import os
 import shutil
@@ -15,9 +14,7 @@ import sys
 import time
 import traceback
 import warnings
-import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -35,7 +32,6 @@ from modelopt_sparse.accuracy.tuning import BatchNumbers, TunedWeights
 from modelopt_sparse.calibration.dense import blocks_in_call_order
 from modelopt_sparse.calibration.stats import collect
 from modelopt_sparse.distributed import RankError
-from modelopt_sparse.methods.base import Method, Stats
 from modelopt_sparse.methods.scores import Magnitude
 from modelopt_sparse.methods.sparsegpt import SparseGPT
 from modelopt_sparse.plan.plan import library_versions
@@ -92,10 +88,6 @@ def sparse(name: str, method: Any, **options: Any) -> Found:
 
 def too_hard() -> None:
     raise ArithmeticError("this layer is too hard")
-
-
-def disk_is_full() -> None:
-    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def pressed_ctrl_c() -> None:
@@ -269,32 +261,6 @@ def added_up() -> Found:
     return {"gradients": gradients, "sums": sums}
 
 
-class Counting(Method):
-    """Counts the Gram matrices that are alive while layers are prepared."""
-
-    name = "counting"
-    needs = "gram"
-
-    def __init__(self) -> None:
-        self.alive: list[weakref.ref] = []
-        self.most = 0
-
-    def prepare(self, stats: Stats | None, options: Any) -> Stats | None:
-        self.alive.append(weakref.ref(stats.gram))
-        self.most = max(self.most, sum(gram() is not None for gram in self.alive))
-        return stats
-
-    def solve(self, weight, state, pattern, options):
-        return mts.masked_solution(weight, pattern.mask(weight.abs()), state)
-
-
-def memory() -> Found:
-    """How many Gram matrices of one process were alive at once, with four in each of six blocks."""
-    method = Counting()
-    mts.sparsify(tiny_llama(num_hidden_layers=6), method, data_loader=BATCHES["llama"], progress=False)
-    return {"most": method.most, "prepared": len(method.alive)}
-
-
 def saved(folder: Path) -> Found:
     torch.manual_seed(0)
     model = mts.sparsify(nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 8)), "magnitude", include="*", progress=False)
@@ -378,43 +344,10 @@ def stream(folder: Path, target: Path, name: str, method: Any, **options: Any) -
     return {"files": hashes, "layers": layers, "notes": report.notes, "settings": report.settings}
 
 
-Exchange = tuple[str, str, tuple[int, ...], int, int, int]  # what for, how, shape, bytes, from and to whom; -1: all
-
-
-@contextmanager
-def recorded() -> Iterator[list[Exchange]]:
-    """All that this process exchanges with the others, in order."""
-    done: list[Exchange] = []
-
-    def gather(values: list[Any], own: Any, group: Any) -> None:
-        done.append((own[0], "header", (), 0, -1, -1))
-        real["all_gather_object"](values, own, group=group)
-
-    def noted(how: str, place: Callable[[int], tuple[int, int]]) -> Callable[..., None]:
-        def run(tensor: Tensor, other: int = -1, *, src: int = -1, group: Any) -> None:
-            done.append((done[-1][0], how, tuple(tensor.shape), tensor.nbytes, *place(max(other, src))))
-            arguments = {"src": src} if how == "broadcast" else {}
-            real[how](tensor, *([other] if other >= 0 else []), **arguments, group=group)
-
-        return run
-
-    places: dict[str, Callable[[int], tuple[int, int]]] = {
-        "all_reduce": lambda _: (-1, -1),
-        "broadcast": lambda src: (src, -1),
-        "send": lambda to: (rank(), to),
-        "recv": lambda sender: (sender, rank()),
-    }
-    real = {name: getattr(dist, name) for name in ("all_gather_object", *places)}
-    with patch.multiple(dist, all_gather_object=gather, **{how: noted(how, place) for how, place in places.items()}):
-        yield done
-
-
 def streamed(folder: Path) -> Found:
     found = {}
     for name, (model, method, options) in STREAMED.items():
-        with recorded() as exchanges:
-            found[name] = stream(folder, folder / f"streamed-{size()}" / name, model, method, **options)
-        found[name]["exchanges"] = exchanges
+        found[name] = stream(folder, folder / f"streamed-{size()}" / name, model, method, **options)
     return found
 
 
@@ -459,13 +392,6 @@ def smaller(folder: Path) -> Found:
     return found
 
 
-def streaming_killed(folder: Path) -> Found:
-    """The second process is killed in the second block; what is left is gone on with by other numbers of processes."""
-    target = folder / "streamed-killed"
-    error = error_of(lambda: stream(folder, target, "llama", Failing(where=1, then=kill_this_process)))
-    return {"error": error, "left": sorted(path.name for path in folder.glob("streamed-killed*"))}
-
-
 def streaming_refused(folder: Path) -> Found:
     """What is wrong for one process is an error in all, and nothing is left."""
     other, dense = rank() == 1, source(folder, "llama")
@@ -484,7 +410,6 @@ def streaming_refused(folder: Path) -> Found:
         given = {"data_loader": BATCHES["llama"], "progress": False, **options}
         return error_of(lambda: mts.sparsify_checkpoint(place, out, "wanda", **given))
 
-    on_a_full_disk = Failing(where=1, then=disk_is_full)
     cases = {
         "source": run(own),
         "byte": run(changed),
@@ -494,7 +419,6 @@ def streaming_refused(folder: Path) -> Found:
         "data": run(data_loader=BATCHES["llama"][:: -1 if other else 1]),
         "target": run(out=folder / f"streamed-refused-{rank()}"),
         "kind of device": run(device="meta" if other else "cpu"),
-        "full disk": error_of(lambda: stream(folder, folder / "streamed-full", "llama", on_a_full_disk)),
     }
     with patch("modelopt_sparse.plan.plan.library_versions", lambda: versions):
         cases["version"] = run()
@@ -607,7 +531,7 @@ def lost(method: Any) -> Found:
 # the groups ----------------------------------------------------------------------------------------------------------
 
 BASIC = (choosing, methods, experts, added_up, gram_matrices, sharing)
-WORKING = (*BASIC, memory, architectures, modes, more_options)
+WORKING = (*BASIC, architectures, modes, more_options)
 GROUPS: dict[str, tuple[int, tuple[Callable[..., Found], ...]]] = {
     "alone": (1, WORKING),
     "two": (2, (*WORKING, by_themselves, losses_from_a_file, saved, failures, late)),
@@ -617,7 +541,6 @@ GROUPS: dict[str, tuple[int, tuple[Callable[..., Found], ...]]] = {
     "streaming": (2, (streamed, streamed_on, streaming_refused, smaller)),
     "streaming in three": (3, (streamed, streamed_on, smaller)),
     "streaming alone": (1, (streamed, streamed_on, smaller)),
-    "streaming killed": (2, (streaming_killed,)),
     "launched": (2, (command_line,)),
     "launched to fail": (2, (command_that_fails,)),
     "training": (2, TRAINING),
