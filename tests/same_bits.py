@@ -14,6 +14,7 @@ Both sides have one thread. Both set torch's precision of float32 products, so t
 """
 
 import argparse
+import copy
 import hashlib
 import inspect
 import io
@@ -48,7 +49,7 @@ sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
 
 from tests.models import expert_models
 from tests.models.architectures import ARCHITECTURES, HEADS, WIDER, WIDTH, Architecture, pairs, sequences, texts
-from tests.models.stacked import Stacked, WritingLater, vectors
+from tests.models.stacked import Stacked, vectors
 from tests.models.tiny import tiny_yolos
 
 Result = dict[str, Any]
@@ -96,6 +97,12 @@ class Skipping(Stacked):
 
     def order(self, x: Tensor) -> Iterable[nn.Module]:
         return self.blocks if len(x) > 6 else self.blocks[::2]
+
+
+def overwriting() -> nn.Module:
+    """Its blocks write to their inputs."""
+    layers = nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16)
+    return Stacked(block=lambda: nn.Sequential(nn.LeakyReLU(0.5, inplace=True), *copy.deepcopy(layers)))
 
 
 def seeded(seed: int = 1) -> torch.Generator:
@@ -161,7 +168,7 @@ MODELS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "cnn": (cnn, images),
     "no-stack": (layer, partial(sequences, "right")),
     "skipping": (Skipping, partial(vectors, 4)),
-    "overwriting": (WritingLater, partial(vectors, 4)),
+    "overwriting": (overwriting, partial(vectors, 4)),
 }
 
 
@@ -312,64 +319,20 @@ def twice() -> Result:
     return result_of(mts.sparsify(model, "wanda", include=["*.1.mlp.*", "*.down_proj"], **options))
 
 
-def begin(folder: Path, method: Any, **options: Any) -> None:
-    """A streamed run is stopped when one of three blocks is done, and the second one is begun."""
-    built("deep").save_pretrained(folder / "dense")
+def stopped(**options: Any) -> Result:
+    """A streamed run is stopped when one of three blocks is done, and the second one is begun. The folder that it goes
+    on to must be that of a run that nobody has disturbed, but for one note."""
+    built("deep").save_pretrained("dense")
+    options, method = with_data("deep", options), own_method(at=10)
     with suppress(KeyboardInterrupt):
-        mts.sparsify_checkpoint(folder / "dense", folder / "sparse", method, **with_data("deep", options))
-
-
-def go_on(folder: Path, method: Any, **options: Any) -> Result:
-    """The folder must be that of a run that nobody has disturbed, but for one note."""
-    mts.sparsify_checkpoint(folder / "dense", folder / "sparse", method, **with_data("deep", options))
-    mts.sparsify_checkpoint(folder / "dense", folder / "fresh", own_method(), **with_data("deep", options))
-    resumed, fresh = files_in(folder / "sparse"), files_in(folder / "fresh")
+        mts.sparsify_checkpoint("dense", "sparse", method, **options)
+    mts.sparsify_checkpoint("dense", "sparse", method, **options)
+    mts.sparsify_checkpoint("dense", "fresh", own_method(), **options)
+    resumed, fresh = files_in(Path("sparse")), files_in(Path("fresh"))
     notes = [files["sparsity.json"]["report"].pop("notes") for files in (resumed, fresh)]
     assert notes[0][:-1] == notes[1], notes
     assert not differences(fresh, resumed), f"not the undisturbed folder: {differences(fresh, resumed)}"
     return {"files": resumed, "notes": notes, "layers solved": method.calls}
-
-
-def stopped(**options: Any) -> Result:
-    method = own_method(at=10)
-    begin(Path(), method, **options)
-    return go_on(Path(), method, **options)
-
-
-def stopped_across(shared: Path) -> Result:
-    """The side that comes first begins a run and is stopped, the other one goes on with it, or refuses to."""
-    if not (shared / "dense").exists():
-        begin(shared, own_method(at=10))
-        return {"outcome": "began"}
-    try:
-        go_on(shared, own_method())
-    except ValueError as error:
-        return {"outcome": f"refused: {error}"}
-    return {"outcome": "goes on, to the folder of a run that nobody has disturbed"}
-
-
-def pickled_across(shared: Path) -> Result:
-    """The side that comes first writes a model by torch.save, the other one loads it, or names mts.save."""
-    if not (shared / "model.pt").exists():
-        model = mts.sparsify(built("llama"), "wanda", **with_data("llama", {}))
-        torch.save(model, shared / "model.pt")
-        (shared / "model.json").write_text(json.dumps(with_logits(model), default=str), encoding="utf-8")
-        return {"outcome": "written"}
-    try:
-        loaded = with_logits(torch.load(shared / "model.pt", weights_only=False))
-    except Exception as error:
-        if "mts.save" not in str(error):
-            raise
-        return {"outcome": f"refused: {type(error).__name__}: {error}"}
-    written = json.loads((shared / "model.json").read_text(encoding="utf-8"))
-    differing = differences(written, json.loads(json.dumps(loaded, default=str)))
-    assert not differing, f"not the model that was written: {differing}"
-    return {"outcome": "is loaded, with the same tensors, masks, report and output"}
-
-
-@torch.no_grad()
-def with_logits(model: nn.Module) -> Result:
-    return {**result_of(model), "logits": digest(model(tokens()[0]).logits)}
 
 
 def trained(algorithm: str, *arguments: Any, **options: Any) -> Result:
@@ -435,16 +398,6 @@ def public_names() -> Result:
                     defaults = [getattr(x.default, "__name__", repr(x.default)) for x in arguments]
                     shown = [f"{x.kind.name} {x.name}={value}" for x, value in zip(arguments, defaults)]
                     results[f"{module.__name__}.{key}"] = shown
-    return results
-
-
-def helped(*commands: str) -> Result:
-    """Flags of the commands, and what their help says."""
-    results: Result = {}
-    for command in commands:
-        code, out, _ = run_command(f"{command} --help".strip())
-        flags = sorted(set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", out)))
-        results[command] = {"code": code, "flags": flags, "words": " ".join(out.split())}
     return results
 
 
@@ -570,10 +523,6 @@ CALIBRATED = "sparsify dense --out sparse --data text.txt --seq-len 32"
 MAGNITUDE = "sparsify dense --out sparse --method magnitude"
 EVAL = "eval sparse --data text.txt --reference dense --seq-len 32"
 READING = ("report sparse", "report sparse --json", "verify sparse", "verify sparse --pattern 1:4 --json")
-ACROSS: dict[str, Callable[[Path], Result]] = {  # jobs that both sides share a folder in
-    "stopped stream, begun by the other checkout": stopped_across,
-    "torch.save(model), of the other checkout": pickled_across,
-}
 OTHERS: dict[str, Callable[[], Result]] = {
     "own masks": masked,
     "own masks, polish, reconstruct": partial(masked, polish=True, reconstruct=1),
@@ -588,7 +537,6 @@ OTHERS: dict[str, Callable[[], Result]] = {
     "commands: wrong input": partial(commands, "sparsify dense --out sparse", "plan dense --set x"),
     "commands: sparse-ift": partial(commands, "sparse-ift dense --sparsity 0.5 --out wide", "plan dense --pattern 1:2"),
     "commands: stream twice": partial(commands, f"{CALIBRATED} --stream --spill", f"{CALIBRATED} --stream"),
-    "help": partial(helped, "", "sparsify", "plan", "eval", "verify", "report", "speed", "sparse-ift", "finalize"),
     "public names": public_names,
     "evaluate": evaluated,
     "write_text": own_text_file,
@@ -665,12 +613,9 @@ def run_jobs(checkout: Path, results: Path, only: str) -> None:
     torch.backends.mkldnn.matmul.fp32_precision = "ieee"  # type: ignore[attr-defined]
     hf.utils.logging.set_verbosity_error()
     hf.utils.logging.disable_progress_bar()
-    kept, shared = results.with_suffix(".values"), results.parent / "shared"
+    kept = results.with_suffix(".values")
     kept.mkdir()
     jobs = {**dict(jobs_of(LINES)), **OTHERS}
-    for number, (name, job) in enumerate(ACROSS.items()):
-        (shared / str(number)).mkdir(parents=True, exist_ok=True)
-        jobs[name] = partial(job, shared / str(number))
     done: Result = {}
     for name in [name for name in jobs if only in name]:
         folder = results.with_suffix("") / str(len(done))
@@ -755,11 +700,9 @@ def largest_difference(sides: Mapping[str, tuple[str, str]], folder: Path) -> li
     return [f"{len(found)} tensors differ, by at most {found[most]:.3g} ({most})"]
 
 
-def problems_of(name: str, other: Result, this: Result, folder: Path) -> list[str]:
+def problems_of(other: Result, this: Result, folder: Path) -> list[str]:
     failed = [f"fails {where}: {x['fails']}" for where, x in (("there", other), ("here", this)) if "fails" in x]
-    if failed or name in ACROSS:
-        return failed
-    return largest_difference(differing(other, this), folder) + differences(other, this)
+    return failed or largest_difference(differing(other, this), folder) + differences(other, this)
 
 
 def shortened(problems: list[str]) -> str:
@@ -786,16 +729,15 @@ def main() -> None:
         this = start(chosen.this.resolve(), folder / "this.json", chosen.only)
         if chosen.times:
             print("\n".join((folder / "this.times").read_text(encoding="utf-8").splitlines()[:20]))
-        wrong = {name: problems_of(name, result, this[name], folder) for name, result in other.items()}
+        wrong = {name: problems_of(result, this[name], folder) for name, result in other.items()}
     if not wrong:
         parser.error(f"no job has {chosen.only!r} in its name")
     wording = {name: differences(x, this[name], words=True) if chosen.words else [] for name, x in other.items()}
     short, long, width = [], [], max(map(len, wrong))
     for name, problems in wrong.items():
-        same = this[name]["outcome"] if name in ACROSS and not problems else "same"
         words = [f"words: {line}" for line in wording[name]]
-        short.append(f"{name:{width}}  {'; '.join(filter(None, [shortened(problems) or same, shortened(words)]))}")
-        long += ["\n    ".join([f"{name:{width}}  {'' if problems else same}", *problems, *words])]
+        short.append(f"{name:{width}}  {'; '.join(filter(None, [shortened(problems) or 'same', shortened(words)]))}")
+        long += ["\n    ".join([f"{name:{width}}  {'' if problems else 'same'}", *problems, *words])]
     ending = f"{sum(not problems for problems in wrong.values())} of {len(wrong)} jobs are the same"
     if chosen.words:
         ending += f", {sum(not words for words in wording.values())} in their words as well"

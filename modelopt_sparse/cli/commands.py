@@ -96,6 +96,7 @@ def _known_dtype(name: str) -> str:
 
 Model = Annotated[str, Argument(metavar="MODEL", help="A folder or a hub name.")]
 Folder = Annotated[Path, Argument(metavar="DIR", help="A folder that sparsify wrote.")]
+Out = Annotated[Path, Option(help="Folder to write.")]
 OF_AUTO = "auto: that in config.json; of a sparse folder, as stored"
 Dtype = Annotated[str, Option(callback=_known_dtype, help=f"Weights' dtype: {', '.join(DTYPES)} ({OF_AUTO}).")]
 Dequantize = Annotated[bool, Option("--dequantize", help="MODEL is quantized (fp8, mxfp4): decode it to --dtype.")]
@@ -206,7 +207,7 @@ def command(body: Callable[..., None]) -> Callable[..., None]:
 @command
 def sparsify(
     source: "NamedModel",
-    out: Annotated[Path, Option(help="Folder to write.")],
+    out: Out,
     eval_data: str | None = Option(None, "--eval", metavar="FILE", help="Held-out text: measure perplexities and KL."),
     dequantize: Dequantize = False,
     stream: Stream = False,
@@ -273,12 +274,14 @@ def _written(out: Path, packed: bool) -> str:
     return f"Written to {out}: {loading}"
 
 
-def _new_page(page: Path, overwrite: bool) -> Path:
-    """The path of a page. Raises ValueError if it cannot be written there."""
+def _new_page(page: Path, overwrite: bool, *models: Path) -> Path:
+    """The path of a page. Raises ValueError if it cannot be written there, or lies in the folder of a model."""
     from modelopt_sparse.reports.page import checked_page
 
     if checked_page(page).exists() and not overwrite:
         raise ValueError(f"{str(page)!r} exists: --overwrite replaces it, or give another path")
+    if any(page.resolve().is_relative_to(model.resolve()) for model in models):
+        raise ValueError(f"--html {str(page)!r} is inside of the model's folder: give a path beside it")
     return page
 
 
@@ -506,20 +509,17 @@ def report(
     from modelopt_sparse.cli.inputs import add_evaluation
 
     if html is not None:
-        _new_page(html, overwrite)
+        _new_page(html, overwrite, folder, *filter(None, [compare]))
     if compare is not None and html is None:
         raise ValueError("--compare goes with --html FILE: two runs are shown side by side on a page")
     result = mts.report(folder)
     for file in evaluation or ():
         add_evaluation(result, file)
-    if html is not None:
-        if any(place and html.resolve().is_relative_to(place.resolve()) for place in (folder, compare)):
-            raise ValueError(f"--html {str(html)!r} is inside of the model's folder: give a path beside it")
-        if compare is None:
-            _write_page(html, result, folder)
-        else:
-            titles = folder.resolve().name, compare.resolve().name
-            result.to_html(html, title=titles[0], compare=mts.report(compare), compare_title=titles[1])
+    if html is not None and compare is not None:
+        titles = folder.resolve().name, compare.resolve().name
+        result.to_html(html, title=titles[0], compare=mts.report(compare), compare_title=titles[1])
+    elif html is not None:
+        _write_page(html, result, folder)
     if as_json or html is None:
         _show(result, as_json, all_rows=all_rows)
     else:
@@ -548,7 +548,7 @@ def speed(
 @command
 def pack(
     folder: Annotated[Path, Argument(metavar="DIR", help="A folder that sparsify wrote, or a plain one with zeros.")],
-    out: Annotated[Path, Option(help="Folder to write.")],
+    out: Out,
     overwrite: Overwrite = False,
     all_rows: AllRows = False,
     quiet: Quiet = False,
@@ -564,7 +564,7 @@ def pack(
 @command
 def unpack(
     folder: Annotated[Path, Argument(metavar="DIR", help="A packed folder.")],
-    out: Annotated[Path, Option(help="Folder to write.")],
+    out: Out,
     overwrite: Overwrite = False,
     quiet: Quiet = False,
 ) -> None:

@@ -153,10 +153,15 @@ ANCHORS = "include:\n- &a0 [x, x]\n" + "".join(f"- &a{i + 1} [{TEN.replace('{}',
         ("verify {llama}", "no report that says which pattern to look for"),
         ("report nowhere", "'nowhere' is not a folder"),
         ("report {llama}/model.bin", "looks like a pickle file"),
+        ("report {llama}", "holds no sparsity.json"),
+        *(
+            (f"speed {{sparse}} --tokens={count}", f"--tokens {count}: {wrong} is not a number of tokens; write for")
+            for count, wrong in {"1,,64": "''", "1;64": "'1;64'", "-1": "'-1'", "many": "'many'"}.items()
+        ),
     ],
 )
-def test_wrong_input_is_one_clear_line_and_exit_code_2(run, work, arguments, message):
-    places = {"root": work, "llama": work / "llama", "text": work / "text.txt"}
+def test_wrong_input_is_one_clear_line_and_exit_code_2(run, work, sparse, arguments, message):
+    places = {"root": work, "llama": work / "llama", "text": work / "text.txt", "sparse": sparse}
     for name, content in {"unknown": "dampin: 1\n", "list": "- 1\n", "broken": "a\nb: c\n", "anchors": ANCHORS}.items():
         places[name] = work / f"{name}.yaml"
         places[name].write_text(content)

@@ -1,6 +1,7 @@
 """Training on two processes (gloo, on the CPU): zeros hold, and the weights become those of one process.
 
-ranks.py runs the scenarios in one pair of processes, which leave their results in files.
+ranks.py runs the scenarios in one pair of processes. Some leave their results in files, for a comparison with one
+process; others assert for themselves.
 """
 
 import copy
@@ -194,8 +195,7 @@ def fsdp_with_masks_set_after_sharding() -> dict[str, Any]:
     return trained(model)
 
 
-def fsdp_with_momentum_older_than_the_masks() -> dict[str, Any]:
-    found = {}
+def attach_optimizer_holds_zeros_of_sharded_weights_and_of_momentum_older_than_the_masks() -> None:
     for attached in (False, True):
         model = sharded(dense_model())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
@@ -204,95 +204,93 @@ def fsdp_with_momentum_older_than_the_masks() -> dict[str, Any]:
         if attached:
             mts.attach_optimizer(optimizer, model)
         losses = train(model, optimizer)
-        lost = lost_zeros(model)  # before a weight is asked for, which zeroes it
-        buffers = {
-            name: full(optimizer.state[model.get_parameter(name)]["momentum_buffer"])[~mask]
-            for name, mask in mts.named_masks(model)
-        }
-        found[attached] = {"losses": losses, "lost": lost, "momentum": buffers}
-    return found
+        # before a weight is asked for, which zeroes it
+        assert set(lost_zeros(model)) == (set() if attached else set(MASKED))
+    assert falls(losses)
+    for name, mask in mts.named_masks(model):
+        assert not full(optimizer.state[model.get_parameter(name)]["momentum_buffer"])[~mask].any()
 
 
-def fsdp_with_drifted_weights() -> dict[str, Any]:
+@torch.no_grad()
+def drift(model: nn.Module) -> None:
+    """Move all weights that have masks, those that are kept as well."""
+    for name, _ in mts.named_masks(model):
+        model.get_parameter(name).add_(1.0)
+
+
+def assert_output_of_masked(output: Tensor, drifted: dict[str, Tensor]) -> None:
+    """It is what the dense model gives with these values, and with the zeros of `sparse_model`."""
+    plain = dense_model()
+    plain.load_state_dict(masked(drifted, dict(mts.named_masks(sparse_model()))))
+    torch.testing.assert_close(full(output), plain(data()[0]).detach())
+
+
+def forward_ignores_and_state_dict_repairs_drift_in_sharded_weights() -> None:
     model = sharded(sparse_model())
-
-    @torch.no_grad()
-    def drift() -> None:
-        for name, _ in mts.named_masks(model):
-            model.get_parameter(name).add_(1.0)  # kept weights move as well
-
-    drift()
-    found: dict[str, Any] = {"drifted": values(model), "lost before": lost_zeros(model)}
     x, _ = data()
-    found["with gradients"] = full(model(x))
+    drift(model)
+    drifted = values(model)
+    assert set(lost_zeros(model)) == set(MASKED)
+    assert_output_of_masked(model(x), drifted)
     with torch.no_grad():
-        found["without gradients"] = full(model(x))
+        assert_output_of_masked(model(x), drifted)
     model.reshard()
-    found["lost after forward"] = lost_zeros(model)
-    drift()
+    assert lost_zeros(model) == []  # FSDP asks for each weight before its first forward
+    drift(model)
     model.state_dict()
-    found["lost after state_dict"] = lost_zeros(model)
-    return found
+    assert lost_zeros(model) == []
 
 
-def fsdp_evaluated_between_writes() -> dict[str, Any]:
+@torch.no_grad()
+def forwards_without_gradients_see_each_all_gather() -> None:
     """After a forward the gathered Parameters stay in place; later all-gathers fill them without counting it up."""
     model = fully_shard(sparse_model())
     x, _ = data()
-    found: dict[str, Any] = {"outputs": [], "values": []}
-    with torch.no_grad():
-        model(x)
-        assert not isinstance(model[0].weight, DTensor)
-        mts.set_mask(model, "0.weight", dict(mts.named_masks(model))["0.weight"])
-        mts.apply_masks(model)
-        model.train().eval()
-        model(x)
-        for _ in range(2):
-            model.reshard()
-            for name, _ in mts.named_masks(model):
-                model.get_parameter(name).add_(1.0)
-            found["values"].append(values(model))
-            found["outputs"].append(full(model(x)))
-    return found
+    model(x)
+    assert not isinstance(model[0].weight, DTensor)
+    mts.set_mask(model, "0.weight", dict(mts.named_masks(model))["0.weight"])
+    mts.apply_masks(model)
+    model.train().eval()
+    model(x)
+    for _ in range(2):
+        model.reshard()
+        drift(model)
+        drifted = values(model)
+        assert_output_of_masked(model(x), drifted)
 
 
-def fsdp_loading_full_state_dicts() -> dict[str, Any]:
-    found = {}
-    source = dense_model()
-    put_masks(source)
+def strict_load_of_a_full_state_dict_into_shards() -> None:
+    """A dense one leaves the module its masks, a sparse one brings its own; zeros are restored either way."""
+    source = sparse_model()
     mts.set_mask(source, "0.weight", ~source[0].weight_mask)
-    for kind in ("dense", "sparse"):
+    for of_masks in (sparse_model(), source):
         torch.manual_seed(7)
         state = {
             key: torch.randn(value.shape) if value.is_floating_point() else value
             for key, value in source.state_dict().items()
-            if kind == "sparse" or not key.endswith("_mask")
+            if of_masks is source or not key.endswith("_mask")
         }
-        found[kind, "given"] = copy.deepcopy(state)
+        given, masks = copy.deepcopy(state), dict(mts.named_masks(of_masks))
         model = sharded(sparse_model())
         set_model_state_dict(model, state, options=FULL)
-        found[kind, "lost"] = lost_zeros(model)
-        found[kind, "values"] = values(model)
-        found[kind, "masks"] = {name: mask.clone() for name, mask in mts.named_masks(model)}
-    return found
+        assert lost_zeros(model) == []
+        torch.testing.assert_close(dict(mts.named_masks(model)), masks)
+        torch.testing.assert_close(values(model), masked(given, masks), rtol=0, atol=0)
 
 
-def fsdp_then_export() -> dict[str, Any]:
+def export_of_sharded_modules_bakes_zeros_and_leaves_them_sharded() -> None:
     model = sharded(sparse_model())
     masks = {name: mask.clone() for name, mask in mts.named_masks(model)}
-    with torch.no_grad():
-        for name in masks:
-            model.get_parameter(name).add_(1.0)
+    drift(model)
     mts.export(model)
-    found = {"baked": {name: values(model)[name][~mask] for name, mask in masks.items()}}
-    found["fsdp"] = all(isinstance(model[index], FSDPModule) for index in (0, 2, 4))
-    found["masks"] = list(mts.named_masks(model))
-    found["losses"] = train(model, adamw(model.parameters()))
-    found["trained"] = {name: values(model)[name][~mask] for name, mask in masks.items()}
-    return found
+    assert not any(values(model)[name][~mask].any() for name, mask in masks.items())
+    assert all(isinstance(model[index], FSDPModule) for index in (0, 2, 4))
+    assert list(mts.named_masks(model)) == []
+    assert falls(train(model, adamw(model.parameters())))
+    assert all(values(model)[name][~mask].any() for name, mask in masks.items())  # no longer enforced
 
 
-def tensor_parallel_and_fsdp() -> dict[str, Any]:
+def tensor_parallel_training_gives_the_weights_of_one_process() -> None:
     """Tensor parallelism makes the masks DTensors too, over a part of the mesh that the weights are sharded over."""
     mesh = init_device_mesh("cpu", (1, WORLD), mesh_dim_names=("data", "tensor"))
     torch.manual_seed(0)
@@ -305,14 +303,12 @@ def tensor_parallel_and_fsdp() -> dict[str, Any]:
     for child in (model[0], model[2], model):
         fully_shard(child, mesh=mesh["data"])
     x, target = data()  # the whole batch in both processes
-    found = {
-        name: trained(each, lambda model: F.mse_loss(model(x), target))
-        for name, each in (("parallel", model), ("single", single))
-    }
-    with torch.no_grad():
-        model[0].weight.add_(1.0)
+    found, expected = (trained(each, lambda each: F.mse_loss(each(x), target)) for each in (model, single))
+    assert_trained(found, expected, rel=1e-4)
+    torch.testing.assert_close(found["values"], expected["values"], rtol=1e-3, atol=1e-4)
+    drift(model)
     model.state_dict()
-    return {**found, "lost after drift and state_dict": lost_zeros(model)}
+    assert lost_zeros(model) == []
 
 
 # masks that move: in float64, where rounding cannot flip a near tie -------------------------------------------------
@@ -361,7 +357,7 @@ def rigl_in_processes() -> dict[str, Any]:
     return {**found, "sharded before": by_rigl(sharded(dense_model().double()))}
 
 
-def sharded_and_resumed(folder: Path) -> dict[str, Any]:
+def a_distributed_checkpoint_resumes_to_the_same_bits(folder: Path) -> None:
     """Stopped after three steps, and resumed from a distributed checkpoint into a new model."""
 
     def started(build: Callable) -> tuple[nn.Module, torch.optim.Optimizer, training.SparsityAlgorithm]:
@@ -375,7 +371,6 @@ def sharded_and_resumed(folder: Path) -> dict[str, Any]:
         states = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
         return {**states, "sparsity": sparsity.state_dict()}
 
-    outcomes = {}
     for name, build in ALGORITHMS.items():
         model, optimizer, sparsity = started(build)
         train_sparse(model, optimizer, 3)
@@ -390,39 +385,41 @@ def sharded_and_resumed(folder: Path) -> dict[str, Any]:
         set_optimizer_state_dict(model, optimizer, loaded["optimizer"])
         sparsity.load_state_dict(loaded["sparsity"])
         train_sparse(model, optimizer, 3, start=3)
-        outcomes[name] = {"whole": whole, "resumed": outcome(model)}
-    return outcomes
+        resumed = outcome(model)
+        assert resumed["lost"] == []
+        for what in ("masks", "values"):
+            torch.testing.assert_close(resumed[what], whole[what], rtol=0, atol=0)
 
 
-def rigl_on_ranks_that_differ() -> dict[str, Any]:
+def ranks_whose_masks_differ_stop() -> None:
     def drifted(model: nn.Sequential) -> nn.Module:
         with torch.no_grad():
             model[0].weight.add_(float(dist.get_rank()))
         return model
 
-    try:
+    with pytest.raises(RuntimeError, match=f"is not the same in rank {1 - dist.get_rank()} as here, at step 2"):
         by_rigl(dense_model().double(), drifted)  # gradients are not reduced
-    except RuntimeError as error:
-        return {"error": str(error)}
-    return {"error": "none was raised"}
 
 
-SCENARIOS: tuple[Callable[..., dict[str, Any]], ...] = (
+ASSERTING: tuple[Callable[..., None], ...] = (
+    attach_optimizer_holds_zeros_of_sharded_weights_and_of_momentum_older_than_the_masks,
+    forward_ignores_and_state_dict_repairs_drift_in_sharded_weights,
+    forwards_without_gradients_see_each_all_gather,
+    strict_load_of_a_full_state_dict_into_shards,
+    export_of_sharded_modules_bakes_zeros_and_leaves_them_sharded,
+    tensor_parallel_training_gives_the_weights_of_one_process,
+    a_distributed_checkpoint_resumes_to_the_same_bits,
+    ranks_whose_masks_differ_stop,
+)
+SCENARIOS: tuple[Callable[..., dict[str, Any] | None], ...] = (
     ddp,
     ddp_two_forwards_before_one_backward,
     fsdp,
     fsdp_of_a_llama,
     fsdp_in_mixed_precision,
     fsdp_with_masks_set_after_sharding,
-    fsdp_with_momentum_older_than_the_masks,
-    fsdp_with_drifted_weights,
-    fsdp_evaluated_between_writes,
-    fsdp_loading_full_state_dicts,
-    fsdp_then_export,
-    tensor_parallel_and_fsdp,
     rigl_in_processes,
-    sharded_and_resumed,
-    rigl_on_ranks_that_differ,
+    *ASSERTING,
 )
 
 
@@ -493,64 +490,9 @@ def test_mixed_precision_shards_train(found_by):
     assert_trained(found_by(fsdp_in_mixed_precision), trained(sparse_model()), rel=0.05)
 
 
-def test_attach_optimizer_holds_zeros_of_sharded_weights_and_momentum(found_by):
-    found = found_by(fsdp_with_momentum_older_than_the_masks)
-    assert set(found[False]["lost"]) == set(MASKED)  # without it they are lost
-    assert found[True]["lost"] == []
-    assert len(found[True]["momentum"]) == len(MASKED)
-    assert not any(momentum.any() for momentum in found[True]["momentum"].values())
-    assert falls(found[True]["losses"])
-
-
-def test_forward_ignores_and_state_dict_repairs_drift_in_sharded_weights(found_by):
-    found = found_by(fsdp_with_drifted_weights)
-    assert set(found["lost before"]) == set(MASKED)
-    plain = dense_model()
-    plain.load_state_dict(masked(found["drifted"], dict(mts.named_masks(sparse_model()))))
-    expected = plain(data()[0]).detach()
-    torch.testing.assert_close(found["with gradients"], expected)
-    torch.testing.assert_close(found["without gradients"], expected)
-    assert found["lost after forward"] == []  # FSDP asks for each weight before its first forward
-    assert found["lost after state_dict"] == []
-
-
-def test_forwards_without_gradients_see_each_all_gather(found_by):
-    found = found_by(fsdp_evaluated_between_writes)
-    plain = dense_model()
-    masks = dict(mts.named_masks(sparse_model()))
-    for state, output in zip(found["values"], found["outputs"]):
-        plain.load_state_dict(masked(state, masks))
-        torch.testing.assert_close(output, plain(data()[0]).detach())
-
-
-@pytest.mark.parametrize("kind", ["dense", "sparse"])
-def test_strict_load_of_a_full_state_dict_into_shards(found_by, kind: str):
-    """A dense one leaves the module its masks, a sparse one brings its own; zeros are restored either way."""
-    found = found_by(fsdp_loading_full_state_dicts)
-    given = found[kind, "given"]
-    masks = dict(mts.named_masks(sparse_model()))
-    if kind == "sparse":
-        assert not torch.equal(masks["0.weight"], given["0.weight_mask"])
-        masks = {name: given[f"{name}_mask"] for name in masks}
-    assert found[kind, "lost"] == []
-    torch.testing.assert_close(found[kind, "masks"], masks)
-    torch.testing.assert_close(found[kind, "values"], masked(given, masks), rtol=0, atol=0)
-
-
-def test_export_of_sharded_modules_bakes_zeros_and_leaves_them_sharded(found_by):
-    found = found_by(fsdp_then_export)
-    assert not any(pruned.any() for pruned in found["baked"].values())
-    assert found["fsdp"]
-    assert found["masks"] == []
-    assert falls(found["losses"])
-    assert all(pruned.any() for pruned in found["trained"].values())  # no longer enforced
-
-
-def test_tensor_parallel_training_gives_the_weights_of_one_process(found_by):
-    found = found_by(tensor_parallel_and_fsdp)
-    assert_trained(found["parallel"], found["single"], rel=1e-4)
-    torch.testing.assert_close(found["parallel"]["values"], found["single"]["values"], rtol=1e-3, atol=1e-4)
-    assert found["lost after drift and state_dict"] == []
+@pytest.mark.parametrize("scenario", ASSERTING, ids=lambda scenario: scenario.__name__)
+def test_what_processes_assert_for_themselves(results, scenario: Callable):
+    assert results("training", scenario) == [{}] * WORLD
 
 
 @pytest.mark.parametrize("how", ["DistributedDataParallel", "sharded", "sharded before"])
@@ -562,15 +504,3 @@ def test_rigl_grows_by_the_gradient_of_all_processes(found_by, how: str):
         assert torch.equal(found["masks"][name], mask), name
         assert not torch.equal(mask, single["before"][name])
     torch.testing.assert_close(found["values"], single["values"])
-
-
-@pytest.mark.parametrize("name", list(ALGORITHMS))
-def test_a_distributed_checkpoint_resumes_to_the_same_bits(found_by, name: str):
-    found = found_by(sharded_and_resumed)[name]
-    assert found["resumed"]["lost"] == []
-    for what in ("masks", "values"):
-        torch.testing.assert_close(found["resumed"][what], found["whole"][what], rtol=0, atol=0)
-
-
-def test_ranks_whose_masks_differ_stop(found_by):
-    assert "is not the same in rank 1 as here, at step 2" in found_by(rigl_on_ranks_that_differ)["error"]

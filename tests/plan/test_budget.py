@@ -47,23 +47,6 @@ def test_what_is_wrong_is_said(budget):
         parse_budget(budget)
 
 
-TOGETHER = [
-    ({"budget": "60% bytes"}, "a plain folder stores zeros: give runtime='cusparselt'"),
-    ({"budget": "70% macs"}, "unit 'macs' is not known"),
-    ({"budget": "70% params"}, "unit 'params' is not known"),
-    ({"choices": ["dense", "2:4"]}, "choices go with budget="),
-    ({"rules": {"*": {"choices": ["2:4"]}}}, "choices go with budget="),
-    ({"budget": "35% zeros", "choices": ["dense"]}, "at least one pattern beside 'dense'"),
-    ({"budget": "9% zeros", "timings": "speed.json"}, "option 'timings' is not known"),
-]
-
-
-@pytest.mark.parametrize(("options", "error"), TOGETHER, ids=lambda value: str(value)[:60])
-def test_options_that_do_not_go_together(options, error):
-    with pytest.raises(ValueError, match=error):
-        mts.make_plan(tiny_llama(), "wanda", **options)
-
-
 def test_choices_of_layers():
     """Those of the option, where they fit; a rule's own; a rule's pattern is fixed. Scopes are the method's."""
     rules = {"*0*q_proj": {"choices": "dense, 1:4"}, "*0*k_proj": {"pattern": "30%"}, "*0*v_proj": None}

@@ -50,13 +50,6 @@ def test_a_config_made_before_can_be_changed_by_keywords():
     assert first.options == {"damping": 0.1}
 
 
-def test_a_config_built_by_hand_is_parsed_when_it_is_used():
-    config = make(SparsifyConfig(pattern="50%", include="*up_proj", options={"damping": 0.1}))  # type: ignore[arg-type]
-    assert config.pattern == Unstructured(0.5)
-    assert config.include == ("*up_proj",)
-    assert config.options == {"damping": 0.1}
-
-
 def test_an_option_that_replace_passes_on_is_none_that_the_user_gave():
     budget = replace(SparsifyConfig(), budget="30% zeros")
     assert budget.choices == SparsifyConfig(budget="30% zeros").choices  # those of a pattern that nobody named
@@ -91,7 +84,8 @@ def test_any_iterable_is_a_data_loader(loader):
 
 def test_a_config_takes_values_as_sparsify_does():
     options = {"polish": True, "reconstruct": 2, "pattern": "1:4", "device": "cpu", "memory_limit": "1KB"}
-    config = SparsifyConfig(**options, exclude="*.o_proj")
+    config = make(SparsifyConfig(**options, exclude="*.o_proj", options={"damping": 0.1}))
+    assert config.options == {"damping": 0.1}
     assert (config.polish, config.memory_limit) == (30, 1000)
     assert (config.reconstruct, config.pattern) == (Reconstruct(epochs=2), NM(1, 4))
     assert (config.device, config.exclude) == (torch.device("cpu"), ("*.o_proj",))

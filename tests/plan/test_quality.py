@@ -95,20 +95,6 @@ def test_the_report_names_the_whole_recipe(quality, pattern, recipes):
     assert report.settings["quality"] == quality
 
 
-REFUSED = [
-    ("magnitude", {"quality": "best"}, "quality='best' is for methods that learn from calibration data"),
-    (None, {"quality": "bets"}, "quality='bets'.*did you mean 'best'"),
-    (None, {"quality": 3}, "quality=3.*allowed are 'fast'"),
-    (None, {"quality": "best", "update": False}, "update=False keeps the dense values.*set by quality='best'"),
-]
-
-
-@pytest.mark.parametrize(("method", "options", "words"), REFUSED)
-def test_qualities_that_are_refused(method, options, words):
-    with pytest.raises(ValueError, match=words):
-        mts.make_plan(tiny_llama(), method, **options)
-
-
 # dense values -------------------------------------------------------------------------------------------------------
 
 

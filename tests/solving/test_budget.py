@@ -136,25 +136,15 @@ def test_a_matrix_of_many_weights_steps_by_a_ten_thousandth():
     assert (name, level.sparsity) == ("0.0", 0.4334)
 
 
-CEILINGS = {"flops": ("70% flops", {}), "bytes": ("75% bytes", {"runtime": "cusparselt"})}
-
-
-@pytest.mark.parametrize("name", CEILINGS)
-def test_ceilings_are_kept(name):
-    """And one more layer 2:4 would be one too many; the plain plan is that of the last layers dense."""
-    budget, more = CEILINGS[name]
+def test_ceilings_are_kept():
+    """The plain plan is that of the last layers dense."""
     model = tiny_llama(hidden_size=64, intermediate_size=96, num_attention_heads=4)
-    sizes = {layer.name: layer.size for layer in mts.make_plan(model, "sparsegpt").layers}
-    report, said = budgeted(model, budget=budget, choices=["dense", "2:4"], **more)
-    assert all(ceiling - cost >= 0 for cost, ceiling in said["costs"].values())
+    size = size_of(mts.make_plan(model, "sparsegpt"))
+    report, said = budgeted(model, budget="70% flops", choices=["dense", "2:4"])
     assert 0 < len(report.layers) < 14
     assert set(said["tried"]) == {"the choice by losses", "the last layers dense"}
-    if name == "flops":
-        assert said["costs"]["flops"][0] == 2 * (sum(sizes.values()) - zeros_of(model))
-    if name == "bytes":  # in 16 bits, as runtimes take them: half of the values, and two bits for each of them
-        sparse = {layer.name for layer in report.layers}
-        expected = sum(size * 9 // 8 if name in sparse else size * 2 for name, size in sizes.items())
-        assert said["costs"]["bytes"][0] == expected
+    cost, ceiling = said["costs"]["flops"]
+    assert cost == 2 * (size - zeros_of(model)) <= ceiling == 2 * size * 7 // 10
 
 
 def test_bytes_are_those_that_the_runtime_packs(monkeypatch):
