@@ -16,12 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-if torch.distributed.is_available():
-    import torch.distributed as dist
+dist: Any = torch.distributed  # of which a build of torch without distributed support has little: one process
+if dist.is_available():
     from torch.distributed.fsdp import FSDPModule
-    from torch.distributed.tensor import DTensor, distribute_tensor
-else:  # a build of torch without distributed support: one process, no sharded weights
-    dist = distribute_tensor = None
+    from torch.distributed.tensor import DTensor
+else:
     FSDPModule = DTensor = ()  # isinstance(x, ()) is False
 
 TIMEOUT = timedelta(hours=1)  # how long a process waits for the others, which may be solving a large layer
@@ -41,8 +40,10 @@ def is_fully_sharded(module: torch.nn.Module) -> bool:
 def mask_like(mask: Tensor, weight: Tensor) -> Tensor:
     """A full mask, placed like a sharded ``weight``. Every rank has the same full mask, so nothing is sent."""
     mask = full(mask)  # tensor parallelism replicates buffers, over a part of the weight's mesh
-    if distribute_tensor is None or not isinstance(weight, DTensor):
+    if not isinstance(weight, DTensor):
         return mask
+    from torch.distributed.tensor import distribute_tensor
+
     mask = mask.to(weight.device_mesh.device_type)
     # a weight that is offloaded between steps lies on another device than its mesh
     return distribute_tensor(mask, weight.device_mesh, weight.placements, src_data_rank=None).to(weight.device)
@@ -58,7 +59,7 @@ def first_difference(values: Mapping[str, Any]) -> tuple[str, int] | None:
 
     None if all agree, or if there is one process. All processes call this.
     """
-    if dist is None or not in_group() or dist.get_world_size() == 1:
+    if not in_group() or dist.get_world_size() == 1:
         return None
     by_rank: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(by_rank, dict(values))
@@ -83,7 +84,7 @@ def count_processes(asked: bool | None) -> int:
             "distributed=True needs a process group: start with torchrun, and call "
             "torch.distributed.init_process_group() first"
         )
-    return dist.get_world_size() if dist is not None and ready and asked is not False else 1
+    return dist.get_world_size() if ready and asked is not False else 1
 
 
 class RankError(RuntimeError):
@@ -105,7 +106,7 @@ class Processes(AbstractContextManager["Processes"]):
     def of(cls, asked: bool | None) -> "Processes":
         """The processes of one run; ``asked`` as for `count_processes`. Raises RankError if one does not come here."""
         size = count_processes(asked)
-        if size == 1 or dist is None:
+        if size == 1:
             return cls()
         try:  # this waits for all processes
             return cls(dist.get_rank(), size, dist.new_group(backend="gloo", timeout=TIMEOUT))
@@ -179,7 +180,7 @@ class Processes(AbstractContextManager["Processes"]):
     def all_reduce(self, exchange: str, tensors: Sequence[Tensor]) -> None:
         """Replace each tensor, in all processes, by its sum over them."""
         device_types = self.all_gather(exchange, [tensor.device.type for tensor in tensors])
-        if dist is not None and self.size > 1:
+        if self.size > 1:
             self._send(exchange, tensors, device_types, [dist.all_reduce] * len(tensors))
 
     def broadcast(
@@ -196,7 +197,7 @@ class Processes(AbstractContextManager["Processes"]):
         Shapes and dtypes are the same in all processes that have a part in it.
         """
         headers = self.all_gather(exchange, ([tensor.device.type for tensor in tensors], value))
-        if dist is not None and self.size > 1:
+        if self.size > 1:
             sends = [partial(dist.broadcast, src=sender) for sender in senders]
             if receivers is not None:
                 sends = [partial(self._send_to, sender, receiver) for sender, receiver in zip(senders, receivers)]
@@ -204,7 +205,6 @@ class Processes(AbstractContextManager["Processes"]):
         return [value for _, value in headers]
 
     def _send_to(self, sender: int, receiver: int, tensor: Tensor, group: Any) -> None:
-        assert dist is not None
         if sender != receiver and self.rank == sender:
             dist.send(tensor, receiver, group=group)
         elif sender != receiver and self.rank == receiver:
@@ -218,11 +218,10 @@ class Processes(AbstractContextManager["Processes"]):
     def _close(self) -> None:
         """Close the connections. A process that still waits on them gets an error."""
         group, self._group = self._group, None
-        if dist is not None and group is not None and dist.is_initialized():
+        if group is not None and dist.is_initialized():
             dist.destroy_process_group(group)
 
     def _gather(self, exchange: str, value: Any) -> list[tuple[str, Any]]:
-        assert dist is not None
         assert self._group is not None
         headers: list[Any] = [None] * self.size
         with self._sending(exchange):
@@ -286,7 +285,7 @@ def while_others_wait(asked: bool | None) -> Iterator[bool]:
 @contextmanager
 def launched_group() -> Iterator[None]:
     """The default group of the processes that torchrun started, for a program. For a single process, nothing."""
-    if dist is None or int(os.environ.get("WORLD_SIZE", "1")) == 1 or "RANK" not in os.environ or in_group():
+    if not dist.is_available() or int(os.environ.get("WORLD_SIZE", "1")) == 1 or "RANK" not in os.environ or in_group():
         yield
         return
     gpus = torch.cuda.is_available() and dist.is_nccl_available()
@@ -305,12 +304,12 @@ def launched_group() -> Iterator[None]:
 
 def in_group() -> bool:
     """Whether there is a default group."""
-    return dist is not None and dist.is_initialized()
+    return dist.is_available() and dist.is_initialized()
 
 
 def rank() -> int:
     """The number of this process in the default group; 0 without one."""
-    return dist.get_rank() if dist is not None and in_group() else 0
+    return dist.get_rank() if in_group() else 0
 
 
 def local_device(device: str) -> str:
@@ -322,6 +321,5 @@ def local_device(device: str) -> str:
 
 def _serves(device: torch.device) -> bool:
     """Whether the default group has a backend for this device that does not copy to the CPU."""
-    assert dist is not None
     pairs = (pair.partition(":") for pair in str(dist.get_backend_config()).split(","))
     return device.type != "cpu" and any(kind == device.type and backend != "gloo" for kind, _, backend in pairs)

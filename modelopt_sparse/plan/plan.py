@@ -253,5 +253,5 @@ def checksum(values: Tensor) -> str:
     described = f"{values.dtype} {list(values.shape)}"
     if values.is_meta:
         return described
-    bits = values.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+    bits = values.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
     return f"{described}, SHA-256 {hashlib.sha256(bits).hexdigest()}"
