@@ -89,23 +89,12 @@ def test_data_of_each_process_is_the_same_as_one_that_is_split(results):
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_layers_that_share_an_input_in_one_process_only(results, group):
-    """All of them collect again, each layer by itself."""
-    (alone,), (first, *others) = results("alone", ranks.sharing), results(group, ranks.sharing)
+@pytest.mark.parametrize("scenario", [ranks.sharing, ranks.choosing])
+def test_layers_that_processes_do_not_see_alike(results, group, scenario):
+    (alone,), (first, *others) = results("alone", scenario), results(group, scenario)
     assert_alike(alone, first)
     for other in others:
         assert_equal(first, other)
-
-
-@pytest.mark.parametrize("group", GROUPS)
-def test_layers_that_some_processes_never_come_to(results, group):
-    """They are solved in the order in which one process comes to them, with the tokens of those that do."""
-    (alone,), (first, *others) = results("alone", ranks.choosing), results(group, ranks.choosing)
-    assert alone["tokens"] == first["tokens"] == [12, 24, 12] * 2
-    assert alone["order"] == first["order"] == [f"blocks.{i}.choices.{j}" for i in (0, 1) for j in (2, 1, 0)]
-    assert_alike(alone["state"], first["state"])
-    for other in others:
-        assert_equal(first["state"], other["state"])
 
 
 def test_processes_that_work_by_themselves(results):
