@@ -50,6 +50,7 @@ def test_checksums_tell_bits_and_rows_apart():
         assert checksum(torch.ones(3, dtype=dtype)) != checksum(torch.zeros(3, dtype=dtype))
     assert checksum(torch.tensor(2.0)) != checksum(torch.tensor(-2.0))
     assert checksum(torch.empty(0)) != checksum(torch.empty(0, 2))
+    assert checksum(torch.empty(2, device="meta")) == "torch.float32 [2]"
 
 
 def test_one_line_says_which_rank_failed_and_why(monkeypatch):

@@ -62,6 +62,8 @@ def test_choices_of_layers():
     by_pattern = mts.make_plan(tiny_llama(), "wanda", budget="9% zeros", pattern="4:8").layers[0].choices
     assert [str(each) for each in by_pattern] == ["None", "4:8"]
     assert parse_choices(["2:4", None, "2:4"]) == parse_choices("2:4,dense")
+    in_float32 = mts.make_plan(tiny_llama(), "wanda", budget="60% bytes", runtime="cusparselt")
+    assert any("weights in 16 bits, which cusparselt takes" in note for note in in_float32.notes)
 
 
 @pytest.mark.parametrize(
