@@ -14,7 +14,6 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from modelopt_sparse.model.devices import flat_tensors, map_tensors
 from modelopt_sparse.model.masking import named_masks
 from modelopt_sparse.reports.text import first_few, nearest
 from modelopt_sparse.run import calibrating
+from modelopt_sparse.shrinking.resize import WIDTHS
 
 REPLACEABLE: tuple[Any, ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
@@ -50,33 +50,10 @@ def call(model: nn.Module, example: Any) -> Any:
 # configs --------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Family:
-    """Names of the sizes in a config.
-
-    width: of the hidden states. heads: how many attention heads share it. mlp: its width; None in the config stands for
-    four times the width. head_size: where a config has one of its own. rotary: heads have even sizes. alike: further
-    sizes that are equal to the width.
-    """
-
-    width: str = "hidden_size"
-    heads: str = "num_attention_heads"
-    mlp: str = "intermediate_size"
-    head_size: str | None = None
-    rotary: bool = False
-    alike: tuple[str, ...] = ()
-
-
-LLAMA = Family(head_size="head_dim", rotary=True)
-FAMILIES = {
-    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma", "phi3", "olmo2", "smollm3"), LLAMA),
-    "gpt_neox": Family(rotary=True),
-    "gpt2": Family("n_embd", "n_head", "n_inner"),
-    "opt": Family(mlp="ffn_dim", alike=("word_embed_proj_dim",)),
-    "t5": Family("d_model", "num_heads", "d_ff", "d_kv"),
-    "distilbert": Family("dim", "n_heads", "hidden_dim"),
-    **dict.fromkeys(("bert", "roberta", "vit", "deit"), Family()),
-}
+FAMILIES = (
+    *("llama", "mistral", "qwen2", "qwen3", "gemma", "phi3", "olmo2", "smollm3", "gpt_neox", "gpt2", "opt"),
+    *("t5", "distilbert", "bert", "roberta", "vit", "deit"),
+)
 STAGES = ("resnet", "swin")
 
 
@@ -89,35 +66,33 @@ def widened(config: PretrainedConfig, factor: float, multiple: int = 1) -> Pretr
 
     Raises ValueError for a kind of model that is not in FAMILIES or STAGES.
     """
-    wide = copy.deepcopy(config)
+    wide: Any = copy.deepcopy(config)
     if config.model_type in STAGES:
         _widen_stages(wide, factor, multiple)
         return wide
-    family = FAMILIES.get(config.model_type)
-    if family is None:
+    if config.model_type not in FAMILIES:
         close = nearest(config.model_type, [*FAMILIES, *STAGES])
         raise ValueError(f"the sizes of {config.model_type!r} are not known{close}: choose another member")
-    width, heads = getattr(config, family.width), getattr(config, family.heads)
-    head: int = (family.head_size and getattr(config, family.head_size, None)) or 0  # 0: heads share the width
+    # by the names that transformers has for all models: `attribute_map` leads from them to a config's own
+    width, heads, head = wide.hidden_size, wide.num_attention_heads, getattr(wide, "head_dim", None)
     if not head and width % heads:
+        names = [wide.attribute_map.get(name, name) for name in ("hidden_size", "num_attention_heads")]
         near = rounded_up(width, heads)
-        raise ValueError(f"{family.width}={width} is no multiple of {family.heads}={heads}, as {near} would be")
+        raise ValueError(f"{names[0]}={width} is no multiple of {names[1]}={heads}, as {near} would be")
     apart = head and head * heads != width  # the sizes of heads do not add up to the width
-    even = 1 + family.rotary
-    new = rounded_up(width * factor, multiple if apart else math.lcm(multiple, heads * even))
-    size = rounded_up(head * factor, even) if apart else new // heads
-    setattr(wide, family.width, new)
-    if family.head_size and head:
-        setattr(wide, family.head_size, size)
-    rope = getattr(config, "rope_parameters", None) or {}
+    even = 1 + hasattr(wide, "rope_parameters")
+    wide.hidden_size = rounded_up(width * factor, multiple if apart else math.lcm(multiple, heads * even))
+    size = rounded_up(head * factor, even) if apart else wide.hidden_size // heads
+    if head:
+        wide.head_dim = size
+    rope = getattr(wide, "rope_parameters", None) or {}
     if size != (head or width // heads) and any(isinstance(value, (list, tuple)) for value in rope.values()):
         raise ValueError(f"rope_parameters holds a list, which does not fit heads of {size}: choose another member")
-    mlp = getattr(config, family.mlp)
-    if mlp is not None:
-        setattr(wide, family.mlp, rounded_up(mlp * new / width, multiple))
-    for name in family.alike:
-        if getattr(config, name) == width:
-            setattr(wide, name, new)
+    mlp = next(name for name in WIDTHS if hasattr(wide, name))
+    if getattr(wide, mlp) is not None:  # None stands for four times the width
+        setattr(wide, mlp, rounded_up(getattr(wide, mlp) * wide.hidden_size / width, multiple))
+    if getattr(wide, "word_embed_proj_dim", None) == width:
+        wide.word_embed_proj_dim = wide.hidden_size
     return wide
 
 
