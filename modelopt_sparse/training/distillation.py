@@ -108,8 +108,9 @@ def _distilled(
     if not student.training:
         return None
     logits = _logits(output, "model")
-    answer = _ask(teacher, student, args, kwargs)
-    named = {**dict(zip(_positional(student), args)), **kwargs}
+    positional = inspect.signature(student.forward).bind_partial(*args)
+    named = {**positional.arguments, **kwargs}
+    answer = _ask(teacher, student, positional, kwargs)
     loss = _loss(weights, student, named, output, logits, answer)
     _tell_if_unused(loss, logits)
     # the loss first, as transformers has it, whose outputs are indexed by number as well
@@ -138,17 +139,17 @@ def _refuse_parts_of_the_model(student: nn.Module, teacher: nn.Module) -> None:
             )
 
 
-def _ask(teacher: nn.Module, student: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> Any:
-    """The teacher's output for the arguments that the student was called with."""
-    changes: dict[str, Any] = dict.fromkeys(OF_THE_LOSS)  # the teacher computes none
+def _ask(teacher: nn.Module, student: nn.Module, positional: inspect.BoundArguments, kwargs: Mapping[str, Any]) -> Any:
+    """The teacher's output for the arguments that the student was called with, without those of the loss."""
+    left_out = {*OF_THE_LOSS, "use_cache"}  # nothing would read its cache
     if is_encoder_decoder(student):
-        del changes["labels"]  # the decoder's inputs are made from them
+        left_out.remove("labels")  # the decoder's inputs are made from them
+    for name in left_out & positional.arguments.keys():
+        del positional.arguments[name]
+    args, by_name = positional.args, {**positional.kwargs, **kwargs}
+    by_name = {name: x for name, x in by_name.items() if name not in left_out}
     if takes(teacher, "use_cache"):
-        changes["use_cache"] = False  # nothing would read it
-    positional = _positional(student)[: len(args)]
-    args = (*(changes.get(name, x) for name, x in zip(positional, args)), *args[len(positional) :])
-    by_name = {name: x for name, x in kwargs.items() if name not in changes}
-    by_name |= {name: x for name, x in changes.items() if x is not None and name not in positional}
+        by_name["use_cache"] = False
     if any(isinstance(x, Cache) for x in (*args, *by_name.values())):
         raise ValueError("distill: the teacher cannot repeat a call with a cache: call model.eval() before generate")
     weight, inputs = next(teacher.parameters(), None), flat_tensors((args, by_name))
@@ -157,12 +158,6 @@ def _ask(teacher: nn.Module, student: nn.Module, args: tuple, kwargs: Mapping[st
         raise ValueError(f"distill: the teacher is on {weight.device}: move it to {inputs[0].device}, as the model is")
     with torch.no_grad():
         return teacher(*args, **by_name)
-
-
-def _positional(module: nn.Module) -> list[str]:
-    """The names of the arguments that ``module.forward`` takes by position."""
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [name for name, parameter in inspect.signature(module.forward).parameters.items() if parameter.kind in kinds]
 
 
 # the loss -------------------------------------------------------------------------------------------------------------
