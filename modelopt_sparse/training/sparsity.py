@@ -123,7 +123,7 @@ class Sparsity(ABC):
             self.apply(module)
 
     def _apply_to_model(self, model: nn.Module) -> None:
-        if self._model is not None:
+        if self.sparse_params:
             raise ValueError(f"this is applied to a {type(self._model).__name__} already: make another")
         model = usable(model, "trained sparse")
         plan, chosen = plan_training(model, self.members())
@@ -134,6 +134,7 @@ class Sparsity(ABC):
             warnings.warn(note, stacklevel=3)
 
         # from here on the model changes
+        self.release()  # of the optimizers of a model that has become plain
         for weight in chosen:
             if weight.name in masks:
                 values = weight.layer.values
@@ -220,11 +221,10 @@ class Sparsity(ABC):
             algorithm.sparse_params = {}
 
     def _forget_plain(self) -> None:
-        """Drop parameters that carry no mask any more, as after `mts.export`; with the last of them go all hooks."""
+        """Drop parameters that carry no mask any more, as after `mts.export`. Hooks stay, for torch goes through them
+        in this moment, and do nothing without a parameter."""
         for member in (self, *self.algorithms()):
             member.sparse_params = {name: weight for name, weight in member.sparse_params.items() if weight.is_sparse}
-        if not self.sparse_params:
-            self.remove()
 
     def _find_still(self) -> None:
         """Masks of parameters that no optimizer here trains do not move. The report says so, and a warning, once."""
@@ -356,12 +356,10 @@ class Sparsity(ABC):
 
     def report(self) -> Report:
         """The report of the model as it is now, which `mts.report` gives as well. Raises ValueError before `apply`."""
-        if self._model is None:
-            raise ValueError(f"this {type(self).__name__} is applied to no model yet")
         for weight in self.sparse_params.values():
             weight.write_report()  # the masks may have been loaded since
-        report = attached_report(self._model)
-        assert report is not None
+        if self._model is None or (report := attached_report(self._model)) is None:
+            raise ValueError(f"this {type(self).__name__} is applied to no model yet")
         return report
 
     def go_on(self, model: nn.Module, step: int, where: str) -> None:

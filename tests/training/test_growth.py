@@ -153,17 +153,18 @@ def test_an_optimizer_that_makes_no_steps_is_told():
 
 @pytest.mark.parametrize("how", ["export", "export a part", "remove"])
 def test_dense_training_follows_sparse_training(how):
-    """Guide: sparse pre-training, then dense training with the same optimizer."""
+    """Guide: sparse pre-training, then dense training with the same optimizer, which has a hook of the user's."""
     model = Mlp()
     sparsity = training.RigL(0.5, update=1, include="*weight", scope="matrix")
     optimizer = applied(sparsity, model, torch.optim.AdamW, lr=1e-3)
+    finished = []
+    optimizer.register_step_post_hook(lambda *_: finished.append(sparsity.step))
     for number in range(3):
         step(model, optimizer, seed=number)
     moments = copy.deepcopy(optimizer.state_dict()["state"])
     if how == "remove":
         sparsity.remove()
         assert not model._forward_pre_hooks
-        assert not optimizer._optimizer_step_post_hooks
     else:
         mts.export(model if how == "export" else model.first)
     assert_bits(optimizer.state_dict()["state"][0]["exp_avg"], moments[0]["exp_avg"])
@@ -172,7 +173,11 @@ def test_dense_training_follows_sparse_training(how):
     for number in range(3, 6):
         step(model, optimizer, seed=number)
     assert all(module.weight.count_nonzero() == module.weight.numel() for module in dense)
-    assert bool(optimizer._optimizer_step_post_hooks) == (how == "export a part")
+    assert finished == [1, 2, 3, *((4, 5, 6) if how == "export a part" else (3, 3, 3))]
+    if how != "export a part":  # then it can begin anew
+        sparsity.apply(model)
+        sparsity.apply(optimizer)
+        assert len(masks_of(model)) == 2
 
 
 @pytest.mark.filterwarnings("ignore:.*zeros are there already:UserWarning")
