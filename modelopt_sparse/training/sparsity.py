@@ -13,7 +13,6 @@ import warnings
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +69,6 @@ class Sparsity(ABC):
         self._model: nn.Module | None = None
         self._steps: dict[torch.optim.Optimizer, int] = {}  # how many each has made
         self._hooks: list[RemovableHandle] = []  # of the model until there are optimizers, then of these
-        self._reminders: dict[torch.optim.Optimizer, StepReminder] = {}
         self._level_hooks: OrderedDict[int, Callable[[Any, str, float, float], object]] = OrderedDict()
 
     @abstractmethod
@@ -190,21 +188,19 @@ class Sparsity(ABC):
             weight.zero()
         self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
         self._hooks.append(optimizer.register_step_post_hook(self._after_step))
-        watched = [
-            x.parameter for x in trained if isinstance(x.parameter, MaskedParameter) and x.parameter.requires_grad
-        ]
-        if watched:
-            text = f"the {type(optimizer).__name__} that has this {type(self).__name__}"
-            self._reminders[optimizer] = StepReminder(watched[0], text)
-            self._hooks.append(watched[0].register_hook(self._reminders[optimizer]))
-            self._remind(optimizer)
+        watched = [x.parameter for x in trained if isinstance(x.parameter, MaskedParameter)]
+        for parameter in [x for x in watched if x.requires_grad][:1]:  # one is enough
+            reminder = StepReminder(parameter, optimizer, self)
+            self._hooks.append(parameter.register_hook(reminder))
+            wait = torch.compiler.disable(reminder.wait)
+            self._hooks.append(optimizer.register_step_post_hook(wait))  # type: ignore[arg-type]  # torch types no result
         self._let_gradients_through()
 
     def release(self) -> None:
         """Let go of all optimizers: masks stay, and move no more until `apply` gets an optimizer."""
         for hook in self._hooks:
             hook.remove()
-        self._hooks, self._steps, self._reminders = [], {}, {}
+        self._hooks, self._steps = [], {}
         for weight in self.sparse_params.values():
             weight.optimizers.clear()
         if self._model is not None:
@@ -247,11 +243,6 @@ class Sparsity(ABC):
     def _names(self) -> set[str]:
         return {name for weight in self.sparse_params.values() for name in weight.holders}
 
-    def _remind(self, optimizer: torch.optim.Optimizer) -> None:
-        """Warn if this optimizer makes no steps from now on, while there are masks to move."""
-        if reminder := self._reminders.get(optimizer):
-            reminder.wait(any(self.step < algorithm.when.last for algorithm in self.algorithms()))
-
     @torch.compiler.disable
     @torch.no_grad()
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -284,7 +275,6 @@ class Sparsity(ABC):
                 problem = f"the mask of {name!r} is not the same in rank {rank} as here, at step {self.step}"
                 raise RuntimeError(f"{problem}: use DDP or FSDP")
             self._tell_levels()
-        self._remind(optimizer)
 
     def _set_step(self, step: int) -> None:
         for algorithm in (self, *self.algorithms()):
@@ -420,27 +410,26 @@ class Reminder:
                 warnings.warn(f"masks will not move: apply this {self.algorithm} to the optimizers, too", stacklevel=2)
 
 
-@dataclass
 class StepReminder:
-    """A hook on a Parameter that warns, once, if it goes on changing in training and its optimizer makes no steps.
+    """A hook on a Parameter that warns, once, if it goes on changing in training and its optimizer makes no steps."""
 
-    version: of the Parameter when it was seen last. left: at which change from now on it warns; 0: no more.
-    """
+    def __init__(self, parameter: nn.Parameter, optimizer: torch.optim.Optimizer, sparsity: Sparsity) -> None:
+        self.parameter, self.optimizer, self.sparsity = parameter, optimizer, sparsity
+        self.wait()
 
-    parameter: nn.Parameter
-    optimizer: str
-    version: int = 0
-    left: int = 0
-
-    def wait(self, moves: bool) -> None:
+    def wait(self, *_: Any) -> None:
         """The optimizer has made a step, and others are to come if masks still move."""
-        self.version, self.left = self.parameter._version, 3 * moves  # loads and perturbations may change it as well
+        weights = self.sparsity.sparse_params.values()
+        moves = any(self.sparsity.step < weight.algorithm.when.last for weight in weights)
+        self.version = self.parameter._version  # when it was seen last
+        self.left = 3 * moves  # at which change it warns: loads and perturbations may change it as well
 
     def __call__(self, _: Tensor) -> None:
         before, self.version = self.version, self.parameter._version
         self.left -= before != self.version
         if before != self.version and self.left == 0:
-            problem = f"masks do not move: weights change without steps of {self.optimizer}"
+            owner = f"the {type(self.optimizer).__name__} that has this {type(self.sparsity).__name__}"
+            problem = f"masks do not move: weights change without steps of {owner}"
             warnings.warn(f"{problem}: release(), then apply it to the optimizer whose step is called", stacklevel=2)
 
 

@@ -12,6 +12,8 @@ bool, True = kept. Of scores the larger ones are kept.
 
 import hashlib
 import math
+import sys
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
@@ -162,8 +164,26 @@ def parse_schedule(value: Any, option: str) -> Schedule:
 # steps ----------------------------------------------------------------------------------------------------------------
 
 
+class _Updates:
+    """Updates at ``steps``, whole numbers that rise."""
+
+    steps: Any
+
+    @property
+    def last(self) -> float:
+        """The last step with an update; -1: none has one."""
+        return self.steps[-1] if self.steps else -1
+
+    def fires(self, step: int) -> bool:
+        return step in self.steps
+
+    def before(self, step: int) -> int:
+        """How many of the steps 0, 1, ..., step - 1 are updates."""
+        return bisect_left(self.steps, step)
+
+
 @dataclass(frozen=True)
-class EveryFew:
+class EveryFew(_Updates):
     """Updates at the steps ``start <= t < stop`` where ``(t - start) % freq == 0``."""
 
     freq: int = 1
@@ -177,38 +197,15 @@ class EveryFew:
             check_whole("update: stop", self.stop, 0)
 
     @property
-    def last(self) -> float:
-        """The last step with an update; -1: none has one."""
-        if self.stop is None:
-            return math.inf
-        steps = range(self.start, self.stop, self.freq)
-        return steps[-1] if steps else -1
-
-    def fires(self, step: int) -> bool:
-        return self.start <= step and (self.stop is None or step < self.stop) and (step - self.start) % self.freq == 0
-
-    def before(self, step: int) -> int:
-        """How many of the steps 0, 1, ..., step - 1 are updates."""
-        return len(range(self.start, step if self.stop is None else min(step, self.stop), self.freq))
+    def steps(self) -> range:
+        return range(self.start, sys.maxsize if self.stop is None else self.stop, self.freq)
 
 
 @dataclass(frozen=True)
-class AtSteps:
+class AtSteps(_Updates):
     """Updates at these steps."""
 
     steps: tuple[int, ...]
-
-    @property
-    def last(self) -> float:
-        """The last step with an update; -1: none has one."""
-        return max(self.steps, default=-1)
-
-    def fires(self, step: int) -> bool:
-        return step in self.steps
-
-    def before(self, step: int) -> int:
-        """How many of the steps 0, 1, ..., step - 1 are updates."""
-        return sum(update < step for update in self.steps)
 
 
 @dataclass(frozen=True)
@@ -232,8 +229,6 @@ UpdateSchedule = EveryFew | AtSteps | When
 def parse_update(value: Any) -> UpdateSchedule:
     """None (every step), a number of steps, ``{"freq": 100, "start": 0, "stop": 7500}``, ``{"steps": [...]}``, or a
     function of the step -> when masks are updated. Raises ValueError for anything else."""
-    if isinstance(value, UpdateSchedule):
-        return value
     if value is None or is_whole(value):
         return EveryFew(1 if value is None else value)
     if isinstance(value, Mapping) and set(value) <= {"freq", "start", "stop"}:
@@ -359,8 +354,6 @@ def keep_count(scopes: Tensor, level: float) -> int:
 
 def _as_number(counts: Tensor) -> int | Tensor:
     """Counts ``[..., S, 1]`` as one number if they are all equal, as they are unless a mask came from elsewhere."""
-    if not counts.numel():
-        return 0
     low, high = counts.aminmax()
     return int(low) if low == high else counts
 

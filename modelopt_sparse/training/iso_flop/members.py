@@ -74,7 +74,7 @@ def widened(config: PretrainedConfig, factor: float, multiple: int = 1) -> Pretr
         close = nearest(config.model_type, [*FAMILIES, *STAGES])
         raise ValueError(f"the sizes of {config.model_type!r} are not known{close}: choose another member")
     # by the names that transformers has for all models: `attribute_map` leads from them to a config's own
-    width, heads, head = wide.hidden_size, wide.num_attention_heads, getattr(wide, "head_dim", None)
+    width, heads, head = wide.hidden_size, wide.num_attention_heads, getattr(wide, "head_dim", None) or 0
     if not head and width % heads:
         names = [wide.attribute_map.get(name, name) for name in ("hidden_size", "num_attention_heads")]
         near = rounded_up(width, heads)
