@@ -7,56 +7,45 @@ import torch
 from torch import nn
 
 from modelopt_sparse import training
+from tests.training.cases import applied
 
 
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.fc1, self.fc2 = nn.Linear(8, 10), nn.Linear(10, 4)
-
-    def forward(self, x):
-        return self.fc2(self.fc1(x).relu())
+def two_layers():
+    return nn.Sequential(nn.Linear(8, 10), nn.ReLU(), nn.Linear(10, 4))
 
 
-class Writer:
+class Writer(dict):
     """As SummaryWriter of TensorBoard."""
 
-    def __init__(self):
-        self.seen = {}
-
     def add_scalar(self, tag, value, step):
-        self.seen[tag, step] = value
+        self[tag, step] = value
 
 
 def trained(sparsity, steps=5, look=lambda model, step: None):
-    model = Model()
-    sparsity.apply(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    sparsity.apply(optimizer)
+    model = two_layers()
+    optimizer = applied(sparsity, model)
     for step in range(1, steps + 1):
         model(torch.randn(4, 8)).square().sum().backward()
         optimizer.step()
         look(model, step)
-    return model
 
 
 CASES = {
-    "static": (lambda: training.Static(0.25, include="fc1.weight"), {"fc1.weight": lambda step: 0.25}),
+    "static": (lambda: training.Static(0.25, include="0.weight"), {"0.weight": lambda step: 0.25}),
     "rising, moved at every second step": (
-        lambda: training.GMP(training.Linear(0.1, 0.1), update=2, include="fc1.weight"),
-        {"fc1.weight": lambda step: 0.1 + 0.1 * step},
+        lambda: training.GMP(training.Linear(0.1, 0.1), update=2, include="0.weight"),
+        {"0.weight": lambda step: 0.1 + 0.1 * step},
     ),
     "a group": (
-        lambda: training.Group({"fc1.weight": training.SET(0.5), "fc2.weight": training.Static(0.75)}),
-        {"fc1.weight": lambda step: 0.5, "fc2.weight": lambda step: 0.75},
+        lambda: training.Group({"0.weight": training.SET(0.5), "2.weight": training.Static(0.75)}),
+        {"0.weight": lambda step: 0.5, "2.weight": lambda step: 0.75},
     ),
 }
 
 
 @pytest.mark.parametrize(("build", "levels"), CASES.values(), ids=list(CASES))
 def test_levels_are_told_after_every_step(build, levels):
-    sparsity, writer, by_function, hooked, counted = build(), Writer(), {}, [], {}
+    sparsity, writer, by_function, hooked, counted = build(), Writer(), Writer(), [], {}
 
     def count(model, step):
         for name in levels:
@@ -65,12 +54,12 @@ def test_levels_are_told_after_every_step(build, levels):
             counted[f"sparsity/{name}/target", step] = levels[name](step)
 
     sparsity.add_summaries(writer)
-    sparsity.add_summaries(lambda tag, value, step: by_function.update({(tag, step): value}))
+    sparsity.add_summaries(by_function.add_scalar)
     sparsity.register_target_sparsity_hook(lambda *seen: hooked.append(("target", *seen)))
     sparsity.register_computed_sparsity_hook(lambda *seen: hooked.append(("actual", *seen)))
     trained(sparsity, look=count)
-    assert writer.seen == pytest.approx(counted)
-    assert by_function == writer.seen
+    assert writer == pytest.approx(counted)
+    assert by_function == writer
 
     algorithms = {name: weight.algorithm for name, weight in sparsity.sparse_params.items()}
     order = [(step, name, kind) for step in range(1, 6) for name in levels for kind in ("target", "actual")]
@@ -79,34 +68,31 @@ def test_levels_are_told_after_every_step(build, levels):
     assert [each[-1] for each in hooked] == pytest.approx(values)
 
 
-def test_a_removed_hook_hears_no_more():
-    told, sparsity = [], training.Static(0.25, include="fc1.weight")
+def test_a_removed_hook_hears_no_more_and_a_writer_that_is_none_is_refused():
+    told, sparsity = [], training.Static(0.25, include="0.weight")
     handle = sparsity.register_target_sparsity_hook(lambda *seen: told.append(seen))
     trained(sparsity, steps=4, look=lambda model, step: handle.remove() if step == 2 else None)
-    assert told == [(sparsity, "fc1.weight", 0.25)] * 2
-
-
-def test_a_writer_that_is_none():
+    assert told == [(sparsity, "0.weight", 0.25)] * 2
     with pytest.raises(TypeError, match="add_summaries takes a SummaryWriter or a function"):
         training.Static(0.5).add_summaries("runs")
 
 
 def test_add_summaries_of_a_file_goes_to_logging(caplog):
-    told = {"param_filter": "fc1.weight", "sparsity": 0.25, "add_summaries": True}
-    quiet = {"param_filter": "fc2.weight", "sparsity": 0.5, "add_summaries": False}
+    told = {"param_filter": "0.weight", "sparsity": 0.25, "add_summaries": True}
+    quiet = {"param_filter": "2.weight", "sparsity": 0.5, "add_summaries": False}
     with caplog.at_level(logging.INFO, "modelopt_sparse.training"):
         trained(training.configure([told, quiet]), steps=2)
     assert caplog.messages == [
-        f"step {step}: sparsity/fc1.weight/{kind} 0.25" for step in (1, 2) for kind in ("target", "actual")
+        f"step {step}: sparsity/0.weight/{kind} 0.25" for step in (1, 2) for kind in ("target", "actual")
     ]
 
 
 def test_the_list_of_what_is_sparse_is_logged_as_debug(caplog):
     with caplog.at_level(logging.DEBUG, "modelopt_sparse.training"):
-        training.configure({"sparsity": 0.25, "param_name_patterns": "fc1"}).apply(Model())
+        training.configure({"sparsity": 0.25, "param_name_patterns": "0"}).apply(two_layers())
     assert caplog.messages == [
-        "sparse: fc1.weight, static, 20 of 80 zeros",
-        "sparse: fc1.bias, static, 2 of 10 zeros",
-        "dense: fc2.weight (no glob matches its name)",
-        "dense: fc2.bias (no glob matches its name)",
+        "sparse: 0.weight, static, 20 of 80 zeros",
+        "sparse: 0.bias, static, 2 of 10 zeros",
+        "dense: 2.weight (no glob matches its name)",
+        "dense: 2.bias (no glob matches its name)",
     ]
