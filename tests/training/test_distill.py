@@ -3,6 +3,8 @@
 import copy
 import runpy
 import sys
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -49,20 +51,17 @@ def started(**changes: Any) -> tuple[Any, Any, dict[str, Tensor]]:
     return *pair(**changes), padded()
 
 
-def kl_of(p: Tensor, q: Tensor, temperature: float = 1.0) -> Tensor:
-    """KL(p || q) of two rows of logits, by torch."""
-    p, q = ((x / temperature).log_softmax(-1) for x in (p, q))
-    return F.kl_div(q, p, reduction="sum", log_target=True)
+def mean_kl(p: Tensor, q: Tensor, temperature: float = 1.0) -> Tensor:
+    """The mean over rows of KL(p || q), two rows of logits each, by torch."""
+    p, q = ((x / temperature).log_softmax(-1) for x in (p.detach(), q))
+    return F.kl_div(q, p, reduction="batchmean", log_target=True)
 
 
 def oracle(model: nn.Module, teacher: nn.Module, batch: dict[str, Tensor], temperature: float = 1.0) -> Tensor:
     """The mean divergence of the predictions whose next token is real, each text by itself and without padding."""
-    terms = []
-    for ids, real in zip(batch["input_ids"], batch["attention_mask"].bool()):
-        text = ids[real][None]
-        taught, logits = (one(input_ids=text).logits[0] for one in (teacher, model))
-        terms += [kl_of(p, q, temperature) for p, q in zip(taught[:-1].detach(), logits[:-1])]
-    return torch.stack(terms).mean()
+    texts = [ids[real][None] for ids, real in zip(batch["input_ids"], batch["attention_mask"].bool())]
+    p, q = (torch.cat([one(input_ids=text).logits[0, :-1] for text in texts]) for one in (teacher, model))
+    return mean_kl(p, q, temperature)
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
@@ -77,60 +76,108 @@ def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], **tolera
         torch.testing.assert_close(one, expected[name], msg=lambda text, name=name: f"{name}: {text}", **tolerance)
 
 
-def assert_distilled(model: Any, teacher: Any, batch: dict[str, Tensor], expected: Tensor, **options: float) -> None:
-    """The loss is as expected, and so are its gradients."""
-    expected.backward()
-    slopes = gradients(model)
-    with distill(model, teacher, **options):
-        loss = model(**batch).loss
-    torch.testing.assert_close(loss, expected)
-    loss.backward()
-    assert_close(gradients(model), slopes)
-
-
 # the loss -------------------------------------------------------------------------------------------------------------
+# cases: model, teacher, arguments by name, and what the loss is to be
 
 
-@pytest.mark.parametrize("temperature", [1.0, 2.0])
-def test_the_loss_is_the_divergence_on_real_tokens(temperature):
+def real_tokens(temperature: float = 1.0) -> tuple[Any, ...]:
     model, teacher, batch = started()
-    expected = oracle(model, teacher, batch, temperature) * temperature**2
-    assert_distilled(model, teacher, batch, expected, temperature=temperature)
+    return model, teacher, batch, oracle(model, teacher, batch, temperature) * temperature**2
 
 
-def test_without_labels_the_attention_mask_says_what_counts():
+def without_labels(*, padding: bool = True) -> tuple[Any, ...]:
+    """The attention mask says what counts; without one all tokens do."""
     model, teacher, batch = started()
-    del batch["labels"]
-    taught, logits = teacher(**batch).logits, model(**batch).logits
-    terms = [
-        kl_of(p, q) for of_text in zip(taught, logits, batch["attention_mask"]) for p, q, real in zip(*of_text) if real
-    ]
-    with distill(model, teacher):
-        found = model(**batch)
-        everything = model(input_ids=batch["input_ids"]).loss
-    torch.testing.assert_close(found.loss, torch.stack(terms).mean())
-    assert next(iter(found)) == "loss"
-    assert not torch.isclose(everything, found.loss)  # without a mask all tokens count
+    mask = batch["attention_mask"].bool()
+    batch = {"input_ids": batch["input_ids"], **({"attention_mask": batch["attention_mask"]} if padding else {})}
+    counts = mask if padding else torch.ones_like(mask)
+    return model, teacher, batch, mean_kl(teacher(**batch).logits[counts], model(**batch).logits[counts])
 
 
-def test_shift_labels_are_taken_as_they_are():
+def shift_labels() -> tuple[Any, ...]:
+    """They are taken as they are."""
     model, teacher, batch = started()
     expected = oracle(model, teacher, batch)
-    shifted = F.pad(batch.pop("labels")[:, 1:], (0, 1), value=-100)
-    labels = {"labels": torch.full_like(shifted, 5), "shift_labels": shifted}
-    assert_distilled(model, teacher, {**batch, **labels}, expected)
+    shifted = F.pad(batch["labels"][:, 1:], (0, 1), value=-100)
+    return model, teacher, {**batch, "labels": torch.full_like(shifted, 5), "shift_labels": shifted}, expected
 
 
-def test_the_parts_are_weighted():
+def weighted_parts() -> tuple[Any, ...]:
     model, teacher, batch = started()
-    own = model(**batch).loss
     real = batch["attention_mask"].bool()
     states, taught = (one(**batch, output_hidden_states=True).hidden_states[1:] for one in (model, teacher))
     layers = [
         F.mse_loss(h[real], t[real]) / F.mse_loss(t[real], torch.zeros_like(t[real])) for h, t in zip(states, taught)
     ]
-    expected = 0.5 * oracle(model, teacher, batch) + 0.25 * own + 2 * sum(layers) / len(layers)
-    assert_distilled(model, teacher, batch, expected, kl=0.5, task=0.25, square_head=2.0)
+    expected = 0.5 * oracle(model, teacher, batch) + 0.25 * model(**batch).loss + 2 * sum(layers) / len(layers)
+    return model, teacher, batch, expected
+
+
+def classifiers(labels: int, **changes: Any) -> tuple[Any, Any]:
+    config = copy.deepcopy(tiny_llama().config)
+    config.num_labels, config.pad_token_id = labels, PAD
+    model, teacher = (LlamaForSequenceClassification(config).double() for _ in range(2))
+    model.config.update(changes)
+    return model.train(), teacher
+
+
+def classifier(*, labels: bool = True, parts: int = 1) -> tuple[Any, ...]:
+    """``parts``: a step has so many times as many items as the batch."""
+    model, teacher = classifiers(3)
+    classes = torch.tensor([0, 2, -100, 1])
+    counts = classes != -100 if labels else classes != 5
+    batch = {**padded(), "labels": classes if labels else None}
+    expected = mean_kl(teacher(**batch).logits[counts], model(**batch).logits[counts]) / parts
+    return model, teacher, batch | ({"num_items_in_batch": 3 * parts} if parts > 1 else {}), expected
+
+
+def masked_language_model() -> tuple[Any, ...]:
+    """Its labels are not shifted."""
+    config = BertConfig(vocab_size=97, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+    teacher, model = (BertForMaskedLM(config).double().eval() for _ in range(2))
+    model.training = True  # without the dropout of its parts
+    ids = padded()["input_ids"]
+    labels = torch.full_like(ids, -100)
+    labels[1, 3] = labels[2, 9] = 7
+    p, q = (one(input_ids=ids).logits[labels == 7] for one in (teacher, model))
+    return model, teacher, {"input_ids": ids, "labels": labels}, mean_kl(p, q)
+
+
+def encoder_decoder() -> tuple[Any, ...]:
+    sizes: dict[str, Any] = {"vocab_size": 97, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+    config = T5Config(**sizes, decoder_start_token_id=0, dropout_rate=0)
+    teacher, model = (T5ForConditionalGeneration(config).double().eval() for _ in range(2))
+    batch = padded()
+    real = batch["labels"] != -100
+    return model.train(), teacher, batch, mean_kl(teacher(**batch).logits[real], model(**batch).logits[real])
+
+
+DISTILLED: dict[str, tuple[Callable[..., tuple[Any, ...]], dict[str, float]]] = {  # case, weights
+    "real tokens": (real_tokens, {}),
+    "a temperature": (partial(real_tokens, 2.0), {"temperature": 2.0}),
+    "without labels": (without_labels, {}),
+    "without labels and padding": (partial(without_labels, padding=False), {}),
+    "shift_labels": (shift_labels, {}),
+    "parts": (weighted_parts, {"kl": 0.5, "task": 0.25, "square_head": 2.0}),
+    "a classifier": (classifier, {}),
+    "a classifier in half a step": (partial(classifier, parts=2), {}),
+    "a classifier without labels": (partial(classifier, labels=False), {}),
+    "a masked language model": (masked_language_model, {}),
+    "an encoder and a decoder": (encoder_decoder, {}),
+}
+
+
+@pytest.mark.parametrize(("case", "weights"), DISTILLED.values(), ids=list(DISTILLED))
+def test_the_loss_and_its_gradients(case, weights):
+    model, teacher, batch, expected = case()
+    expected.backward()
+    slopes = gradients(model)
+    with distill(model, teacher, **weights):
+        output = model(**batch)
+    assert next(iter(output)) == "loss"
+    torch.testing.assert_close(output.loss, expected)
+    output.loss.backward()
+    assert_close(gradients(model), slopes)
 
 
 @pytest.mark.parametrize("weights", [{"kl": 0.7}, {"kl": 0.7, "task": 0.3}], ids=["kl", "kl and task"])
@@ -179,32 +226,6 @@ def test_bfloat16_and_autocast():
     assert model.model.layers[0].mlp.up_proj.weight.grad.dtype == torch.float32
 
 
-# other models ---------------------------------------------------------------------------------------------------------
-
-
-def classifiers(labels: int, **changes: Any) -> tuple[Any, Any]:
-    config = copy.deepcopy(tiny_llama().config)
-    config.num_labels, config.pad_token_id = labels, PAD
-    model, teacher = (LlamaForSequenceClassification(config).double() for _ in range(2))
-    model.config.update(changes)
-    return model.train(), teacher
-
-
-def test_a_classifier():
-    model, teacher = classifiers(3)
-    batch = padded()
-    batch["labels"] = torch.tensor([0, 2, -100, 1])
-    rows = [kl_of(p, q) for p, q in zip(teacher(**batch).logits.detach(), model(**batch).logits)]
-    with distill(model, teacher):
-        loss = model(**batch).loss
-        half = model(**batch, num_items_in_batch=6).loss
-        del batch["labels"]
-        whole = model(**batch).loss
-    torch.testing.assert_close(loss, (rows[0] + rows[1] + rows[3]) / 3)
-    torch.testing.assert_close(half, loss / 2)
-    torch.testing.assert_close(whole, sum(rows) / 4)
-
-
 class Own(nn.Module):
     """A classifier that is none of transformers, with positional arguments and dropout."""
 
@@ -223,36 +244,10 @@ class Own(nn.Module):
 def test_a_model_of_ones_own_with_labels_by_position():
     model, teacher = Own().train(), Own()
     x, labels = torch.randn(5, 4), torch.tensor([0, 1, 2, 0, 1])
-    expected = torch.stack([kl_of(teacher.layer(one), model.layer(one)) for one in x]).mean()
     with distill(model, teacher):
         found = model(x, labels)
     assert list(found) == ["loss", "logits"]
-    torch.testing.assert_close(found["loss"], expected)
-
-
-def test_labels_of_a_masked_language_model_are_not_shifted():
-    config = BertConfig(vocab_size=97, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
-    teacher, model = (BertForMaskedLM(config).double().eval() for _ in range(2))
-    ids = padded()["input_ids"]
-    labels = torch.full_like(ids, -100)
-    labels[1, 3] = labels[2, 9] = 7
-    p, q = teacher(input_ids=ids).logits.detach(), model(input_ids=ids).logits
-    model.training = True  # without the dropout of its parts
-    with distill(model, teacher):
-        loss = model(input_ids=ids, labels=labels).loss
-    torch.testing.assert_close(loss, (kl_of(p[1, 3], q[1, 3]) + kl_of(p[2, 9], q[2, 9])) / 2)
-
-
-def test_an_encoder_decoder():
-    sizes: dict[str, Any] = {"vocab_size": 97, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
-    config = T5Config(**sizes, decoder_start_token_id=0, dropout_rate=0)
-    teacher, model = (T5ForConditionalGeneration(config).double().eval() for _ in range(2))
-    batch = padded()
-    p, q = teacher(**batch).logits.detach(), model(**batch).logits
-    real = batch["labels"] != -100
-    with distill(model.train(), teacher):
-        loss = model(**batch).loss
-    torch.testing.assert_close(loss, torch.stack([kl_of(a, b) for a, b in zip(p[real], q[real])]).mean())
+    torch.testing.assert_close(found["loss"], mean_kl(teacher.layer(x), model.layer(x)))
 
 
 # loops ----------------------------------------------------------------------------------------------------------------
