@@ -64,15 +64,6 @@ def test_drop_and_grow_by_hand(case):
     assert torch.equal(new, expected)
 
 
-def test_the_number_dropped_rounds_half_to_even():
-    weight = torch.arange(1.0, 11).view(1, 10)
-    for live, fraction, dropped in [(5, 0.5, 2), (7, 0.5, 4), (10, 0.25, 2), (6, 0.25, 2)]:
-        mask = torch.arange(10).view(1, 10) < live
-        score = torch.where(mask, 0.0, 1.0)
-        new = drop_and_grow(weight, mask, score, drop_fraction=fraction, level=(10 - live) / 10)
-        assert int((mask & ~new).sum()) == min(dropped, 10 - live)
-
-
 def test_scores_that_are_all_zero_change_nothing():
     """An expert without tokens has no gradient: the lowest indices must not grow in it."""
     weight = torch.stack([W, W])
