@@ -1,6 +1,6 @@
 """A model with every kind of parameter that can be trained sparse, and algorithms to train it with."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 from transformers.pytorch_utils import Conv1D as HFConv1D
@@ -75,6 +76,18 @@ def applied(
     """Make the model sparse -> an optimizer of all of its parameters, which the algorithm knows."""
     sparsity.apply(model)
     return sparsity.apply(optimizer(model.parameters(), **{"lr": 0.1, **options}))
+
+
+def live_flops(model: nn.Module, names: Iterable[str], *args: Any, **kwargs: Any) -> float:
+    """FLOPs of the layers that hold these weights, by torch's counter, times the live share of each weight."""
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(*args, **kwargs)
+    counts, masks = counter.get_flop_counts(), dict(named_masks(model))
+    paths = {name: f"{type(model).__name__}.{name.removesuffix('.weight')}" for name in names}
+    dense = torch.ones(1)
+    return sum(
+        sum(counts[path].values()) * float(masks.get(name, dense).float().mean()) for name, path in paths.items()
+    )
 
 
 def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:

@@ -10,7 +10,6 @@ from torch import nn
 
 from modelopt_sparse import training
 from modelopt_sparse.checks import read_yaml
-from modelopt_sparse.training.updates import Cosine, EveryFew
 from tests.helpers import tiny_llama
 from tests.training.cases import applied
 
@@ -24,12 +23,10 @@ def test_the_present_spelling():
     config: dict[str, Any] = {"algorithm": "RigL", "sparsity": 0.9, "balance_out_groups": 4, "param_filter": ["fc1.*"]}
     config |= {"init_method": "topk", "update": {"freq": 100, "start": 10, "stop": 3584}}
     config |= {"drop_fraction": {"type": "cosine", "init": 0.3, "half_period": 3584}}
-    sparsity = training.configure(config)
-    assert isinstance(sparsity, training.RigL)
-    assert sparsity.when == EveryFew(100, 10, 3584)
-    assert sparsity.drop_fraction == Cosine(0.3, 3584)
-    assert str(sparsity.scope) == "4 out_groups"
-    assert str(sparsity.include) == "'fc1.*'"
+    update, fraction = {"freq": 100, "start": 10, "stop": 3584}, training.Cosine(0.3, 3584)
+    options = {"balance_out_groups": 4, "include": "fc1.*", "init_method": "topk"}
+    same = training.RigL(0.9, update=update, drop_fraction=fraction, **options)
+    assert training.configure(config).describe() == same.describe()
 
 
 SET = {"algorithm": "set", "sparsity": 0.5}

@@ -8,6 +8,7 @@ from torch import nn
 
 from modelopt_sparse import training as sparse
 from modelopt_sparse.model.masking import named_masks
+from tests.training.cases import applied
 
 pytestmark = [pytest.mark.core, pytest.mark.filterwarnings("ignore:.* takes every parameter:UserWarning")]
 
@@ -114,9 +115,7 @@ class CustomDynamicSparsity(sparse.DynamicSparsityAlgorithm):
 def test_writing_custom_sparsity_algorithms():
     model = Model()
     sparsity = CustomSparsity(shift=2, sparsity=0.3)
-    model.apply(sparsity)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    sparsity.apply(optimizer)
+    optimizer = applied(sparsity, model)
     before = model.fc1.weight_mask.clone()
     train(model, optimizer, 2)
     assert torch.equal(model.fc1.weight_mask, before.roll(4))
@@ -124,9 +123,7 @@ def test_writing_custom_sparsity_algorithms():
 
     model = Model()
     sparsity = CustomDynamicSparsity(smallest=False, sparsity=0.5, update={"freq": 2}, include="*.weight")
-    model.apply(sparsity)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    sparsity.apply(optimizer)
+    optimizer = applied(sparsity, model)
     before = model.fc1.weight_mask.clone()
     train(model, optimizer, 2)
     assert torch.equal(model.fc1.weight_mask, before), "the live half is the larger half"

@@ -5,7 +5,6 @@ import json
 import pytest
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -26,6 +25,7 @@ from modelopt_sparse import training
 from modelopt_sparse.model.masking import named_masks
 from modelopt_sparse.training.iso_flop.members import widened
 from tests.helpers import TESTBED, tiny_llama, token_batches
+from tests.training.cases import live_flops
 
 
 def gpt2():
@@ -113,20 +113,8 @@ def test_flops_of_sparse_layers_are_those_of_the_dense_ones(name, level):
     dense = TINY[name]()
     ift = training.sparse_ift(dense, level)
     ift.sparsity.apply(ift.model)
-    ids = token_batches(1)[0]
-    counts = []
-    for model in (dense, ift.model):
-        with FlopCounterMode(display=False) as counter, torch.no_grad():
-            model(input_ids=ids)
-        counts.append(counter.get_flop_counts())
-    before = after = 0.0
-    for layer in ift.plan.layers:
-        module = layer.name.removesuffix(".weight")
-        mask = dict(named_masks(ift.model))[layer.name]
-        flops = [
-            sum(count[f"{type(model).__name__}.{module}"].values()) for count, model in zip(counts, (dense, ift.model))
-        ]
-        before, after = before + flops[0], after + flops[1] * float(mask.float().mean())
+    names = [layer.name for layer in ift.plan.layers]
+    before, after = (live_flops(model, names, input_ids=token_batches(1)[0]) for model in (dense, ift.model))
     assert after == pytest.approx(before, rel=5e-3)
     assert ift.plan.ratio == pytest.approx(1.0, abs=5e-3)
     assert ift.plan.model_ratio > 1, "the head is wider, and dense"

@@ -3,12 +3,12 @@
 import pytest
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from modelopt_sparse import training
 from modelopt_sparse.model.masking import named_masks
 from modelopt_sparse.training.iso_flop.members import rebuilt
 from tests.helpers import refused
+from tests.training.cases import live_flops
 
 
 class Block(nn.Module):
@@ -75,19 +75,7 @@ def test_the_wide_model_is_the_one_that_one_would_write_down(level):
     ift.sparsity.apply(ift.model)
     masks = dict(named_masks(ift.model))
     assert set(masks) == {layer.name for layer in ift.plan.layers}
-    flops = []
-    for model in (ResNet18(4), ift.model):
-        with FlopCounterMode(display=False) as counter, torch.no_grad():
-            model(IMAGE)
-        counts = counter.get_flop_counts()
-        flops.append(
-            sum(
-                sum(counts[f"ResNet18.{name.removesuffix('.weight')}"].values())
-                * (float(masks[name].float().mean()) if model is ift.model else 1.0)
-                for name in masks
-            )
-        )
-    assert flops[1] == pytest.approx(flops[0], rel=5e-3)
+    assert live_flops(ift.model, masks, IMAGE) == pytest.approx(live_flops(ResNet18(4), masks, IMAGE), rel=5e-3)
 
 
 class Mobile(nn.Module):
