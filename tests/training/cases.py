@@ -78,6 +78,15 @@ def applied(
     return sparsity.apply(optimizer(model.parameters(), **{"lr": 0.1, **options}))
 
 
+def take_step(loss: Tensor, *optimizers: torch.optim.Optimizer) -> None:
+    """One step of each optimizer by the gradients of this loss alone."""
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    loss.backward()
+    for optimizer in optimizers:
+        optimizer.step()
+
+
 def live_flops(model: nn.Module, names: Iterable[str], *args: Any, **kwargs: Any) -> float:
     """FLOPs of the layers that hold these weights, by torch's counter, times the live share of each weight."""
     with FlopCounterMode(display=False) as counter, torch.no_grad():

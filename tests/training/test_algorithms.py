@@ -19,7 +19,7 @@ from modelopt_sparse.model.masking import named_masks
 from modelopt_sparse.training.planner import find_weights
 from modelopt_sparse.training.updates import Scope
 from tests.helpers import assert_bits, refused, tiny_llama, token_batches
-from tests.training.cases import LAYERS, OTHERS, RECIPES, Zoo, applied, batch, loss_of, masks_of
+from tests.training.cases import LAYERS, OTHERS, RECIPES, Zoo, applied, batch, loss_of, masks_of, take_step
 
 
 class Lion(torch.optim.Optimizer):
@@ -64,11 +64,7 @@ def assert_zero_at_rest(model, optimizers, before):
 def train(model, optimizers, steps, start=0):
     for step in range(start, start + steps):
         before = masks_of(model)
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        loss_of(model, batch(step)).backward()
-        for optimizer in optimizers:
-            optimizer.step()
+        take_step(loss_of(model, batch(step)), *optimizers)
         assert_zero_at_rest(model, optimizers, before)
 
 
@@ -141,8 +137,7 @@ def test_the_state_of_an_optimizer_that_is_shared_out_is_zeroed():
         optimizer = applied(sparsity, model, ZeroRedundancyOptimizer, optimizer_class=torch.optim.AdamW)
         for number in range(3):
             before = masks_of(model)
-            loss_of(model, batch(number)).backward()
-            optimizer.step()
+            take_step(loss_of(model, batch(number)), optimizer)
         assert_zero_at_rest(model, [optimizer.optim], before)
     finally:
         dist.destroy_process_group()
@@ -154,8 +149,7 @@ def test_the_smallest_weights_after_the_step_are_dropped():
     with torch.no_grad():
         model.weight.copy_(torch.tensor([[1.0, 2.0, 3.0, 4.0]]))
     optimizer = applied(training.GMP([0.0, 0.25], update=1), model, lr=1.0)
-    (model(torch.tensor([[0.0, 0.0, 2.9, 0.0]]))).sum().backward()
-    optimizer.step()  # 3.0 becomes 0.1
+    take_step(model(torch.tensor([[0.0, 0.0, 2.9, 0.0]])).sum(), optimizer)  # 3.0 becomes 0.1
     assert model.weight.tolist() == [[1.0, 2.0, 0.0, 4.0]]
 
 
@@ -174,9 +168,7 @@ def test_rigl_grows_by_the_gradient_of_the_whole_weight():
             twin.weight.copy_(model.weight)
         twin.zero_grad()
         twin(x).square().sum().backward()
-        optimizer.zero_grad()
-        model(x).square().sum().backward()
-        optimizer.step()
+        take_step(model(x).square().sum(), optimizer)
         if step % 2:
             assert torch.equal(model.weight_mask, mask)
             continue
@@ -250,11 +242,9 @@ def test_an_expert_without_tokens_keeps_its_mask():
         model.experts.gate.weight.copy_(torch.tensor([[1.0], [1.0], [-1.0]]).expand(3, 8))
         model.embed.weight.abs_()
     mask = model.experts.experts.gate_up_proj_mask.clone()
-    optimizer.zero_grad()
     seen = []
     model.experts.gate.register_forward_hook(lambda module, args, output: seen.append(output[-1].flatten().unique()))
-    loss_of(model, batch(0)).backward()
-    optimizer.step()
+    take_step(loss_of(model, batch(0)), optimizer)
     busy = {int(expert) for each in seen for expert in each}
     after = model.experts.experts.gate_up_proj_mask
     assert busy != {0, 1, 2}, "the test needs an expert without tokens"
@@ -266,8 +256,7 @@ def test_a_layer_without_samples_keeps_its_mask():
     model = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
     optimizer = applied(training.RigL(0.5, include="*.weight", update=1), model)
     before = masks_of(model)
-    model[1](torch.randn(4, 8)).square().sum().backward()
-    optimizer.step()
+    take_step(model[1](torch.randn(4, 8)).square().sum(), optimizer)
     assert [torch.equal(mask, before[name]) for name, mask in named_masks(model)] == [True, False]
 
 
@@ -556,8 +545,7 @@ def test_gradients_that_float16_has_lost_are_told():
     with pytest.warns(UserWarning, match="'weight' first. have no gradient at any pruned place: float16 weights, FSDP"):
         optimizer.step()
     optimizer = applied(training.RigL(0.0, include="weight", update=1), dense)
-    dense(torch.randn(4, 8)).sum().backward()
-    optimizer.step()
+    take_step(dense(torch.randn(4, 8)).sum(), optimizer)
 
 
 def test_a_plan_works_on_meta_and_apply_does_not():
@@ -597,9 +585,7 @@ def test_save_load_verify_and_go_on(tmp_path):
     options = {"include": "blocks", "scope": "row", "update": 2}
     optimizer = applied(training.SET(0.5, **options), model)
     for ids in token_batches(3):
-        optimizer.zero_grad()
-        model(input_ids=ids, labels=ids).loss.backward()
-        optimizer.step()
+        take_step(model(input_ids=ids, labels=ids).loss, optimizer)
     mts.save(model, tmp_path / "sparse")
     mts.verify(tmp_path / "sparse")
     again = mts.load(tmp_path / "sparse")

@@ -11,7 +11,7 @@ from torch import nn
 from modelopt_sparse import training
 from modelopt_sparse.checks import read_yaml
 from tests.helpers import tiny_llama
-from tests.training.cases import applied
+from tests.training.cases import applied, take_step
 
 
 def model():
@@ -63,8 +63,7 @@ def test_level_lists_go_with_their_steps():
     optimizer = applied(sparsity, layer)
     levels = [float((layer.weight == 0).float().mean())]
     for _ in range(6):
-        layer(torch.randn(4, 8)).sum().backward()
-        optimizer.step()
+        take_step(layer(torch.randn(4, 8)).sum(), optimizer)
         levels.append(float((~layer.weight_mask).float().mean()))
     assert levels == [0.25, 0.25, 0.25, 0.5, 0.5, 0.75, 0.75]
 

@@ -13,6 +13,7 @@ from modelopt_sparse import training
 from modelopt_sparse.checks import read_yaml
 from modelopt_sparse.model.masking import named_masks
 from tests.helpers import TESTBED, refused, tiny_llama
+from tests.training.cases import applied, take_step
 
 MODEL = TESTBED / "tiny-llama"
 GMP = {"algorithm": "gmp", "schedule": {"type": "cubic", "init": 0.0, "start": 0, "stop": 6}, "update": 2}
@@ -52,13 +53,10 @@ def test_a_recipe_is_the_call(tmp_path, section, options, rule):
 def test_a_gradual_rule_ends_at_the_level_of_each_layer():
     model = tiny_llama()
     ift = training.configure_sparse_ift({"sparse_ift": {"sparsity": 0.5, "member": "doped"}, "sparsity": GMP}, model)
-    ift.sparsity.apply(model)
+    optimizer = applied(ift.sparsity, model, lr=0.0)
     assert all(mask.all() for _, mask in named_masks(model))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    ift.sparsity.apply(optimizer)
     for _ in range(7):
-        model(input_ids=torch.arange(8)[None]).logits.sum().backward()
-        optimizer.step()
+        take_step(model(input_ids=torch.arange(8)[None]).logits.sum(), optimizer)
     zeros = {name.removesuffix(".sparse.weight"): int((~mask).sum()) for name, mask in named_masks(model)}
     assert zeros == {
         layer.name: layer.weights - (layer.live - (layer.new_weights - layer.weights)) for layer in ift.plan.layers

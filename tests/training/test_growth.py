@@ -14,7 +14,7 @@ import modelopt_sparse as mts
 from modelopt_sparse import training
 from modelopt_sparse.model.masking import SparseModule, named_masks
 from tests.helpers import assert_bits, tiny_llama
-from tests.training.cases import applied, masks_of
+from tests.training.cases import applied, masks_of, take_step
 
 
 class Mlp(nn.Module):
@@ -33,12 +33,8 @@ MOVING = {"set": training.SET, "rigl": training.RigL}
 
 
 def step(model, *optimizers, seed=0):
-    for optimizer in optimizers:
-        optimizer.zero_grad()
     x = torch.randn(32, next(model.parameters()).shape[1], generator=torch.Generator().manual_seed(seed))
-    model(x).square().mean().backward()
-    for optimizer in optimizers:
-        optimizer.step()
+    take_step(model(x).square().mean(), *optimizers)
 
 
 def test_another_algorithm_beside_rigl_changes_nothing():

@@ -8,7 +8,7 @@ from torch import nn
 
 from modelopt_sparse import training as sparse
 from modelopt_sparse.model.masking import named_masks
-from tests.training.cases import applied
+from tests.training.cases import applied, take_step
 
 pytestmark = [pytest.mark.core, pytest.mark.filterwarnings("ignore:.* takes every parameter:UserWarning")]
 
@@ -29,10 +29,8 @@ def zeros(model):
 
 def train(model, optimizer, steps):
     for step in range(steps):
-        optimizer.zero_grad()
         x = torch.randn(8, 25, generator=torch.Generator().manual_seed(step))
-        (model(x) - x[:, :10]).square().mean().backward()
-        optimizer.step()
+        take_step((model(x) - x[:, :10]).square().mean(), optimizer)
 
 
 # guides 000 and 001 -------------------------------------------------------------------------------------------------

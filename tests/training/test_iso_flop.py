@@ -25,7 +25,7 @@ from modelopt_sparse import training
 from modelopt_sparse.model.masking import named_masks
 from modelopt_sparse.training.iso_flop.members import widened
 from tests.helpers import TESTBED, tiny_llama, token_batches
-from tests.training.cases import live_flops
+from tests.training.cases import applied, live_flops, take_step
 
 
 def gpt2():
@@ -155,12 +155,9 @@ def test_what_is_printed_are_the_live_weights_of_the_model(member, rule, steps):
     before = {name: parameter.numel() for name, parameter in dense.named_parameters()}
     level = 0.75 if member == "factorized" else 0.5  # ranks of 86, which two groups share, and not of 43
     ift = training.sparse_ift(dense, level, member, rule=rule)
-    ift.sparsity.apply(ift.model)
-    optimizer = torch.optim.SGD(ift.model.parameters(), lr=0.0)
-    ift.sparsity.apply(optimizer)
+    optimizer = applied(ift.sparsity, ift.model, lr=0.0)
     for ids in token_batches(steps):
-        ift.model(input_ids=ids, labels=ids).loss.backward()
-        optimizer.step()
+        take_step(ift.model(input_ids=ids, labels=ids).loss, optimizer)
     masks = dict(named_masks(ift.model))
     live = {name: int(masks.get(name, p != torch.inf).sum()) for name, p in ift.model.named_parameters() if p.dim() > 1}
     counted = {

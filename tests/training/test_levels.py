@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from modelopt_sparse import training
-from tests.training.cases import applied
+from tests.training.cases import applied, take_step
 
 
 def two_layers():
@@ -25,8 +25,7 @@ def trained(sparsity, steps=5, look=lambda model, step: None):
     model = two_layers()
     optimizer = applied(sparsity, model)
     for step in range(1, steps + 1):
-        model(torch.randn(4, 8)).square().sum().backward()
-        optimizer.step()
+        take_step(model(torch.randn(4, 8)).square().sum(), optimizer)
         look(model, step)
 
 

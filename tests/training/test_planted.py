@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from modelopt_sparse import training
+from tests.training.cases import take_step
 
 pytestmark = pytest.mark.slow
 INPUTS, TRUE, HIDDEN, LEVEL, STEPS = 256, 16, 64, 0.98, 800
@@ -45,9 +46,7 @@ def trained(build, hidden: int = HIDDEN):
         sparsity.apply(optimizer)
     for _ in range(STEPS):
         x, y = task.batch(64)
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
-        optimizer.step()
+        take_step(F.mse_loss(model(x), y), optimizer)
     live = model[0].weight != 0
     return task.error(model), float(live[:, task.true].sum() / live.sum())
 

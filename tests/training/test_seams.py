@@ -17,7 +17,7 @@ import modelopt_sparse as mts
 from modelopt_sparse import training
 from modelopt_sparse.model.masking import named_masks
 from tests.helpers import assert_bits
-from tests.training.cases import applied
+from tests.training.cases import applied, take_step
 
 INCLUDE = "*weight"
 
@@ -54,9 +54,7 @@ def started(model, build=rigl, **options):
 
 def run(model, optimizer, steps, start=0):
     for step in range(start, start + steps):
-        optimizer.zero_grad()
-        loss_of(model, data(step)).backward()
-        optimizer.step()
+        take_step(loss_of(model, data(step)), optimizer)
 
 
 def plain(steps=6):
@@ -181,11 +179,9 @@ def test_under_autocast():
     _, optimizer = started(model)
     start = model.first.weight_mask.clone()
     for step in range(4):
-        optimizer.zero_grad()
         with torch.autocast("cpu", dtype=torch.bfloat16):
             loss = loss_of(model, data(step, dtype=torch.float32))
-        loss.backward()
-        optimizer.step()
+        take_step(loss, optimizer)
     assert not torch.equal(model.first.weight_mask, start)
     assert all(int(mask.sum()) == mask.numel() // 4 for _, mask in named_masks(model))
 
@@ -307,10 +303,8 @@ def test_a_conv_net_trains_channels_last():
     )
     optimizer = applied(training.RigL(0.75, include="*.weight", update=1), model)
     for _ in range(3):
-        optimizer.zero_grad()
         x = torch.randn(2, 4, 8, 8).to(memory_format=torch.channels_last)
-        F.mse_loss(model(x), x[..., 1:-1, 1:-1]).backward()
-        optimizer.step()
+        take_step(F.mse_loss(model(x), x[..., 1:-1, 1:-1]), optimizer)
         for name, mask in named_masks(model):
             assert not model.get_parameter(name)[~mask].any()
             assert int(mask.sum()) == mask.numel() // 4
