@@ -63,16 +63,15 @@ def _section_in(content: Mapping[str, Any]) -> Any:
     """The section in a file or a mapping with a key ``sparsity``: its value; or all, if that value is only a level or a
     schedule, and options stand beside it. Sections of others are mappings and lists, so what is neither is an option.
     """
-    value, beside = content[SECTION], {key: content[key] for key in content if key != SECTION}
-    known = {*SPELLINGS, *NAMES}.union(*map(_options_of, _classes().values()))
-    options = [key for key, entry in beside.items() if key in known or not isinstance(entry, (Mapping, list))]
+    value = content[SECTION]
     if isinstance(value, Mapping):
-        kind = str(value.get("type")).lower()
-        is_schedule = kind in KINDS or ("type" in value and kind not in _classes() and options)
-        return content if is_schedule else value
+        return content if str(value.get("type")).lower() in KINDS else value
     if isinstance(value, (list, tuple)):
         return value if any(isinstance(entry, Mapping) for entry in value) else content
-    return value if beside and not options else content
+    known = {*SPELLINGS, *NAMES}.union(*map(_options_of, _classes().values()))
+    beside = {key: entry for key, entry in content.items() if key != SECTION}
+    are_options = [key in known or not isinstance(entry, (Mapping, list)) for key, entry in beside.items()]
+    return content if any(are_options) or not beside else value
 
 
 def read_sections(path: str | Path) -> Mapping[str, Any]:

@@ -481,6 +481,7 @@ def test_nan_marks_pruned_places_and_inf_is_damage():
         *((lambda s=s: training.SET(0.5, seed=s), "seed=.*a whole number of at") for s in ("a", 1.5, -1, None, True)),
         (lambda: training.Group({"a": training.Group()}), "a Group in a Group"),
         (lambda: training.Group({"a": training.Static(0.5, include="b")}), "leave include out of its algorithms"),
+        (lambda: training.Group(dict.fromkeys("ab", training.Static(0.5))), "'b': this Static is in the group already"),
     ],
 )
 def test_wrong_options(build, match):
