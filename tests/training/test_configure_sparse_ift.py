@@ -16,7 +16,7 @@ from tests.helpers import TESTBED, refused, tiny_llama
 from tests.training.cases import applied, take_step
 
 MODEL = TESTBED / "tiny-llama"
-GMP = {"algorithm": "gmp", "schedule": {"type": "cubic", "init": 0.0, "start": 0, "stop": 6}, "update": 2}
+GMP = {"algorithm": "gmp", "schedule": {"type": "Cubic", "init": 0.0, "start": 0, "stop": 6}, "update": 2}
 SET = {"algorithm": "set", "scope": "row", "update": {"freq": 10}}
 
 

@@ -21,6 +21,7 @@ from modelopt_sparse.reports.text import refuse_unknown
 from modelopt_sparse.training.algorithms import SparsityAlgorithm
 from modelopt_sparse.training.config import IFT, NAMES, SECTION, algorithm_of, read_sections
 from modelopt_sparse.training.iso_flop.transform import SparseIFT, names_by_level, sparse_ift
+from modelopt_sparse.training.updates import KINDS, Cubic, Exp
 
 IFT_OPTIONS = ("sparsity", "member", "iso", "multiple", "include", "activation")
 
@@ -79,7 +80,8 @@ def _at_level(section: Mapping[str, Any], level: float) -> dict[str, Any]:
 
 def _ends_open(schedule: Any) -> bool:
     """Whether a schedule that ends at a level does not say at which."""
-    return isinstance(schedule, Mapping) and schedule.get("type") in ("cubic", "exp") and "final" not in schedule
+    kind = KINDS.get(str(schedule.get("type")).lower()) if isinstance(schedule, Mapping) else None
+    return kind in (Cubic, Exp) and "final" not in schedule
 
 
 def sparse_ift_files(
