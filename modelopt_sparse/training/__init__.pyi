@@ -7,6 +7,10 @@ from .algorithms import Group as Group
 from .algorithms import RigL as RigL
 from .algorithms import SparsityAlgorithm as SparsityAlgorithm
 from .algorithms import Static as Static
+from .checkpoints import SparsityCallback as SparsityCallback
+from .checkpoints import finalize as finalize
+from .checkpoints import from_sentinel as from_sentinel
+from .checkpoints import to_sentinel as to_sentinel
 from .config import configure as configure
 from .costs import Cost as Cost
 from .costs import cost as cost
@@ -21,10 +25,6 @@ from .iso_flop.transform import SparseIFT as SparseIFT
 from .iso_flop.transform import sparse_ift as sparse_ift
 from .planner import TrainingPlan as TrainingPlan
 from .sparsity import Sparsity as Sparsity
-from .sparsity import SparsityCallback as SparsityCallback
-from .sparsity import finalize as finalize
-from .sparsity import from_sentinel as from_sentinel
-from .sparsity import to_sentinel as to_sentinel
 from .updates import Constant as Constant
 from .updates import Cosine as Cosine
 from .updates import Cubic as Cubic
