@@ -134,9 +134,8 @@ def _refuse_parts_of_the_model(student: nn.Module, teacher: nn.Module) -> None:
     parts = {*student.modules(), *(weight for weight in student.parameters() if weight.requires_grad)}
     for name, part in (*teacher.named_modules(), *teacher.named_parameters()):
         if part in parts:
-            raise ValueError(
-                f"{name or type(part).__name__!r} of the teacher is the model's own: give a deepcopy of the model"
-            )
+            shared = name or type(part).__name__
+            raise ValueError(f"{shared!r} of the teacher is the model's own: give a deepcopy of the model")
 
 
 def _ask(teacher: nn.Module, student: nn.Module, positional: inspect.BoundArguments, kwargs: Mapping[str, Any]) -> Any:

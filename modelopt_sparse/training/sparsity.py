@@ -210,10 +210,8 @@ class Sparsity(ABC):
                 weight.write_report()
                 still += [weight.name] * weight.still
         if still:
-            warnings.warn(
-                f"{len(still)} masks do not move ({still[0]!r} first): apply this to the optimizer that trains them",
-                stacklevel=2,
-            )
+            problem = f"{len(still)} masks do not move ({still[0]!r} first)"
+            warnings.warn(f"{problem}: apply this to the optimizer that trains them", stacklevel=2)
 
     def _trained_by(self, optimizer: torch.optim.Optimizer) -> list[SparseParameter]:
         return [weight for weight in self.sparse_params.values() if optimizer in weight.optimizers]
