@@ -224,11 +224,9 @@ def _streamed(job: _Job, target: Path, processes: Processes, *, overwrite: bool)
             work.check(files.hashes, None if job.calls is None else digest_of(job.calls))
         if not work.finished:
             with files.watched():
-                reading = job.dtype, job.quantized, work, job.remote
-                model, places = without_blocks(job.folder, job.names, *reading)
+                model, places = without_blocks(job.folder, job.names, job.dtype, job.quantized, work, job.remote)
                 files.check_all()  # what lies outside of the blocks has been read
-                writing = {"spill": job.spill, "packed": job.packed}
-                with Streamed(model, job.names, places, work, files, **writing) as storage:
+                with Streamed(model, job.names, places, work, files, spill=job.spill, packed=job.packed) as storage:
                     report = job.work_on(storage, work)
                     if storage.reused:
                         begun_by, reused = work.begun_by, f"{storage.reused} of {len(job.names)} blocks were reused"
@@ -322,11 +320,8 @@ def _finish(storage: Streamed, source: Path, work: WorkFolder, report: Report) -
         if path != shard:
             path.replace(folder / path.name)
     first = work.place(storage.packed(shard, masks_outside), storage.shard_name(1))
-    known = {
-        Path(name).name: facts
-        for files in (first, *(x.files for x in work.done.values()))
-        for name, facts in files.items()
-    }
+    written = [first, *(record.files for record in work.done.values())]
+    known = {Path(name).name: facts for files in written for name, facts in files.items()}
     concatenate(sorted((work.path / "masks").iterdir()), folder / MASKS)
     write_index(folder, sum(p.numel() for p in model.parameters()))
     report.notes += copy_companions(source, folder)

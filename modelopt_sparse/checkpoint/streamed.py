@@ -3,7 +3,6 @@
 The files of the source are watched from the start of a run to its end.
 """
 
-import errno
 import json
 import logging
 import os
@@ -235,7 +234,7 @@ class Streamed(Storage):
         self._work, self._files, self._spill = work, files, spill
         self._blocks = [model.get_submodule(name) for name in names]
         self._home = {module: block for block in self._blocks for module in block.modules()}
-        self._own = dict(zip(self._blocks, parameters_by_block(model, names).values()))
+        self._own = {block: list(own) for block, own in zip(self._blocks, parameters_by_block(model, names).values())}
         self._over: set[nn.Module] = set()
         self._open: nn.Module | None = None
         self._passing: nn.Module | None = None
@@ -289,7 +288,6 @@ class Streamed(Storage):
         self._open, self._passing = block, None
         try:
             yield None if record is None else partial(self.fill_sparse, block)
-            self._look_again(block)
             if index not in self.written:
                 return
             if record is None:
@@ -322,10 +320,10 @@ class Streamed(Storage):
 
     @torch.no_grad()
     def _fill(self, block: nn.Module) -> None:
-        for name, parameter in self._own[block].items():
-            written = block in self._over
+        written = block in self._over
+        for name, parameter in self._parameters(block).items():
             parameter.data = torch.empty(parameter.shape).to(parameter) if written else self._read(name, parameter)
-        if block in self._over:
+        if written:
             self.fill_sparse(block)
 
     def _read(self, name: str, parameter: nn.Parameter) -> Tensor:
@@ -340,7 +338,6 @@ class Streamed(Storage):
     @torch.no_grad()
     def fill_sparse(self, block: nn.Module) -> None:
         """Put what has been written of a block in the place of its dense weights, in the same memory."""
-        self._look_again(block)
         index = self._blocks.index(block)
         named = f"named/{index:05d}.safetensors"
         files = self._work.done[index].files
@@ -349,13 +346,16 @@ class Streamed(Storage):
         for name, parameter in self._own_as_written(index).items():
             parameter.copy_(opened.get_tensor(name))
 
-    def _look_again(self, block: nn.Module) -> None:
-        """See the parameters that a block has now: what has been cut is new."""
-        path = f"{self.names[self._blocks.index(block)]}."
-        self._own[block] = {name: block.get_parameter(name.removeprefix(path)) for name in self._own[block]}
+    def _parameters(self, block: nn.Module) -> dict[str, nn.Parameter]:
+        """The block's own parameters by their names in the model; what has been cut is new."""
+        path, present = (
+            f"{self.names[self._blocks.index(block)]}.",
+            dict(block.named_parameters(remove_duplicate=False)),
+        )
+        return {name: present[name.removeprefix(path)] for name in self._own[block]}
 
     def _drop(self, block: nn.Module) -> None:
-        for parameter in self._own[block].values():
+        for parameter in self._parameters(block).values():
             parameter.data = _nothing(parameter.shape, parameter.dtype)
         give_back_freed_memory()
 
@@ -375,12 +375,13 @@ class Streamed(Storage):
         return f"folder/{prefix}model-{number:05d}-of-{len(self.written) + 1:05d}.safetensors"
 
     def _owned(self) -> set[nn.Parameter]:
-        return {parameter for parameters in self._own.values() for parameter in parameters.values()}
+        return {parameter for block in self._blocks for parameter in self._parameters(block).values()}
 
     def _own_as_written(self, index: int) -> dict[str, nn.Parameter]:
         """The block's parameters by their names in the target, as transformers has them in memory."""
         old, new = self.names[index], self.written[index]
-        return {new + name.removeprefix(old): parameter for name, parameter in self._own[self._blocks[index]].items()}
+        parameters = self._parameters(self._blocks[index])
+        return {new + name.removeprefix(old): parameter for name, parameter in parameters.items()}
 
     def _write(self, index: int, layers: list[LayerReport], tuned: list[BlockReport]) -> None:
         block, name, work = self._blocks[index], self.written[index], self._work
@@ -449,24 +450,11 @@ def spilled(x: Tensor, folder: Path) -> Tensor:
     dense = x.detach().clone()  # its storage holds its elements, each once, and nothing else
     flat = dense.as_strided((dense.numel(),), (1,))
     with tempfile.NamedTemporaryFile(dir=folder) as file:
-        _reserve(file.fileno(), flat.numel() * flat.element_size())
+        if hasattr(os, "posix_fallocate"):  # macOS and Windows have none: a full disk there ends the process
+            os.posix_fallocate(file.fileno(), 0, flat.nbytes)
         mapped = torch.from_file(file.name, shared=True, size=flat.numel(), dtype=flat.dtype)
         mapped.copy_(flat)
     return mapped.as_strided(dense.shape, dense.stride())
-
-
-def _reserve(descriptor: int, size: int) -> None:
-    """Reserve the bytes of a file on the disk. Raises OSError if the disk is full.
-
-    Without this, writing to the mapped file on a full disk would kill the process.
-    """
-    if not hasattr(os, "posix_fallocate"):  # not on macOS and Windows
-        return
-    try:
-        os.posix_fallocate(descriptor, 0, size)
-    except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):  # the file system cannot reserve
-            raise
 
 
 # files of the target --------------------------------------------------------------------------------------------------

@@ -84,7 +84,7 @@ def blocks_in_memory() -> Iterator[list[int]]:
 
     def counting(self: Any, block: Any) -> None:
         fill(self, block)
-        own = [[*parameters.values()] for parameters in self._own.values()]
+        own = [self._parameters(block).values() for block in self._own]
         sizes = [[(p.untyped_storage().nbytes(), p.numel() * p.element_size()) for p in block] for block in own]
         counts.append(sum(any(held >= size for held, size in block) for block in sizes))
 
