@@ -5,7 +5,6 @@ zeros, plus ``sparsity.json`` and ``sparsity_masks.safetensors``. There is no pi
 """
 
 import errno
-import glob
 import hashlib
 import json
 import os
@@ -127,9 +126,9 @@ def staged(folder: Path, *, overwrite: bool) -> Iterator[Path]:
     staging = folder.with_name(f"{writer}.{os.getpid()}.{started}.{secrets.token_hex(4)}.partial")
     left = "what was there before is complete" if folder.exists() else "nothing is left of it"
     try:
-        for path in folder.parent.glob(f"{glob.escape(writer)}.*.partial"):
-            number, _, rest = path.name.removeprefix(f"{writer}.").partition(".")
-            if number.isdigit() and not _runs(int(number), rest.partition(".")[0]):
+        of_here = re.compile(rf"{re.escape(writer)}\.(\d+)\.(\d+)\.\w+\.partial")
+        for path in folder.parent.glob("*.partial"):
+            if (writing := of_here.fullmatch(path.name)) and not _runs(*map(int, writing.groups())):
                 shutil.rmtree(path, ignore_errors=True)  # its process was killed
         staging.mkdir(parents=True)
         yield staging
@@ -151,13 +150,13 @@ def staged(folder: Path, *, overwrite: bool) -> Iterator[Path]:
         remove_empty(made)  # they are not empty if all went well
 
 
-def _runs(number: int, started: str) -> bool:
+def _runs(number: int, started: int) -> bool:
     """Whether the process of this number that was started at this time still runs: numbers are given out again."""
     try:
         since = psutil.Process(number).create_time()
     except psutil.Error:
         return False
-    return not started.isdigit() or abs(since - int(started)) < 10  # the clock may be set meanwhile
+    return abs(since - started) < 10  # the clock may be set meanwhile
 
 
 @contextmanager
@@ -200,15 +199,14 @@ def renamed_if_absent(finished: Path, folder: Path) -> bool:
 
     Another process may make ``folder`` at the same moment.
     """
-    if folder.exists():
-        return False
     try:
-        finished.rename(folder)
+        if not folder.exists():
+            finished.rename(folder)
+            return True
     except OSError:
         if not folder.exists():
             raise
-        return False
-    return True
+    return False
 
 
 def move_in(finished: Path, folder: Path, names: Collection[str]) -> None:
@@ -413,6 +411,14 @@ def damaged_files(folder: Path, description: Description) -> dict[str, str]:
     return damaged
 
 
+def read_json(path: Path) -> Any:
+    """What a JSON file holds. Raises ValueError that names it if it cannot be read."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError, RecursionError) as error:
+        raise ValueError(f"{str(path)!r} cannot be read: {error!r}") from None
+
+
 # masks ----------------------------------------------------------------------------------------------------------------
 
 
@@ -433,17 +439,7 @@ def write_masks(masks: Mapping[str, Tensor], file: Path) -> dict[str, dict[str, 
     return {name: {"shape": list(mask.shape), "kept": int(mask.count_nonzero())} for name, mask in masks.items()}
 
 
-def masks_of(folder: Path, *, hashes: bool = True) -> tuple[Description, dict[str, Tensor], set[str], list[str]]:
-    """(the description of a folder, its masks, the names of its damaged files, all that is wrong so far); files are not
-    looked at without ``hashes``."""
-    description = read_description(folder)
-    damaged = damaged_files(folder, description) if hashes else {}
-    problems = list(damaged.values())
-    masks = _read_masks(folder, description, problems) if MASKS not in damaged else {}
-    return description, masks, set(damaged), problems
-
-
-def _read_masks(folder: Path, description: Description, problems: list[str]) -> dict[str, Tensor]:
+def read_masks(folder: Path, description: Description, problems: list[str]) -> dict[str, Tensor]:
     """Parameter name -> mask, for the masks of a folder that agree with its description.
 
     What is wrong with the others is appended to ``problems``.
@@ -501,9 +497,9 @@ def weight_files(folder: Path) -> list[str]:
     if (folder / f"{prefix}{WEIGHTS}").is_file() or not index.is_file():
         return [f"{prefix}{WEIGHTS}"]
     try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        names = sorted(set(read_json(index)["weight_map"].values()))
         outside = [name for name in names if Path(name).name != name]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{str(index)!r} cannot be read: {error!r}") from None
     if outside:
         raise ValueError(f"{str(index)!r} names {outside[0]!r}, which leads out of the folder: do not use it")

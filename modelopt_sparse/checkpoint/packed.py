@@ -27,9 +27,13 @@ from modelopt_sparse.checkpoint.folder import (
     INDEX,
     MASKS,
     PACKED,
+    Description,
+    damaged_files,
     file_hash,
     is_packed,
     pack_mask,
+    read_description,
+    read_masks,
     refuse_adapter,
     shape_of,
     size_and_hash,
@@ -164,6 +168,23 @@ def opened_weights(folder: Path) -> dict[str, Any]:
     if problems:
         raise ValueError("; ".join(problems))
     return where
+
+
+def opened_folder(
+    folder: Path, *, hashes: bool = True
+) -> tuple[Description, dict[str, Tensor], dict[str, Any] | None, list[str]]:
+    """(a folder's description, its masks, what `opened_weights` gives of it or None, all that is wrong so far); sizes
+    and hashes are not looked at without ``hashes``."""
+    description, weights = read_description(folder), None
+    damaged = damaged_files(folder, description) if hashes else {}
+    problems = list(damaged.values())
+    masks = read_masks(folder, description, problems) if MASKS not in damaged else {}
+    if damaged.keys() <= {MASKS}:
+        try:
+            weights = opened_weights(folder)
+        except ValueError as error:
+            problems.append(str(error))
+    return description, masks, weights, problems
 
 
 @dataclass(frozen=True)

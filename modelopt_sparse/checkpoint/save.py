@@ -1,6 +1,5 @@
 """Writing and reading folders of sparse models: `save`, `restore`, `load` and `report`."""
 
-import json
 import re
 import shutil
 import warnings
@@ -30,8 +29,8 @@ from modelopt_sparse.checkpoint.folder import (
     damaged_files,
     description_of,
     is_packed,
-    masks_of,
     read_description,
+    read_json,
     rewritten,
     sources_of,
     staged,
@@ -39,7 +38,14 @@ from modelopt_sparse.checkpoint.folder import (
     write_description,
     write_masks,
 )
-from modelopt_sparse.checkpoint.packed import loaded, opened_weights, pack_files, plain_tensors, unpack_files
+from modelopt_sparse.checkpoint.packed import (
+    loaded,
+    opened_folder,
+    opened_weights,
+    pack_files,
+    plain_tensors,
+    unpack_files,
+)
 from modelopt_sparse.distributed import is_sharded, rank
 from modelopt_sparse.methods.patterns import NM, parse_pattern, pattern_of
 from modelopt_sparse.model.devices import stored, unwrapped
@@ -61,6 +67,7 @@ from modelopt_sparse.runtime.convert import convert, loading_place
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 ADAPTERS = re.compile(r"(^|\.)(base_layer\.|lora_)")  # in the names of their tensors
+EXTRA = "_extra_state"  # the end of the name of what a module keeps beside parameters and buffers (`get_extra_state`)
 SHOWN = 20  # how many problems an error names
 
 Read = Callable[[str], Tensor | None]  # name of a tensor -> the tensor, None if there is none
@@ -106,13 +113,13 @@ def save(
         raise ValueError(f"max_shard_size is for transformers' models; a {type(model).__name__} goes into one file")
     if isinstance(model, PreTrainedModel) and rank() > 0:
         raise ValueError(f"transformers writes in rank 0 alone, and this is rank {rank()}: save there, then barrier()")
-    state = _for_transformers(model, _state(model)) if isinstance(model, PreTrainedModel) else _state(model)
+    state = _tensors(model)
     with staged(folder, overwrite=overwrite) as staging:
         aliases: dict[str, str] = {}
         if isinstance(model, PreTrainedModel):
             options: dict[str, Any] = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
             save_as_dense(model)
-            model.save_pretrained(staging, state_dict=dict(state), **options)
+            model.save_pretrained(staging, state_dict=_for_transformers(model, state), **options)
         else:
             aliases = _tied(state)
             unique = {name: tensor.contiguous() for name, tensor in state.items() if name not in aliases}
@@ -164,9 +171,9 @@ def _copy(folder: Path, out: str | Path, overwrite: bool, *, packed: bool) -> li
     description = None
     if (folder / DESCRIPTION).is_file() or not (folder / "config.json").is_file():
         description = read_description(folder)
-        contents = json.loads((folder / DESCRIPTION).read_text(encoding="utf-8"))
+        contents = read_json(folder / DESCRIPTION)
     else:
-        names = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("architectures") or [""]
+        names = read_json(folder / "config.json").get("architectures") or [""]
         contents = {**description_of(names[0], {}, None), "plain": True}  # of a folder that `save` did not write
     if is_packed(folder) != packed:
         raise ValueError(f"{str(folder)!r} is {'not ' * packed}packed: there is nothing to do")
@@ -199,7 +206,7 @@ def add_masks(model: nn.Module, folder: str | Path) -> None:
         raise ValueError(f"{str(folder)!r} is packed by other masks: unpack it, or save the model to another folder")
     weights = opened_weights(folder)
     (folder / DESCRIPTION).unlink(missing_ok=True)
-    aliases = {name: shared_name for name, shared_name in _tied(_state(model)).items() if name not in weights}
+    aliases = {name: shared_name for name, shared_name in _tied(_tensors(model)).items() if name not in weights}
     _write_masks_and_report(model, folder, aliases)
 
 
@@ -212,17 +219,24 @@ def _write_masks_and_report(
     write_description(folder, description_of(dense_class(model).__name__, masks, _present_report(model), aliases))
 
 
-def _state(model: nn.Module) -> dict[str, Tensor]:
-    """The state dict without masks, zero at pruned places. Offloaded tensors are read from accelerate's copies.
+def _state(model: nn.Module) -> dict[str, Any]:
+    """The state dict without masks, zero at pruned places, with the model's own Parameters and buffers."""
+    masks = {id(mask) for _, mask in named_masks(model)}
+    return {name: value for name, value in model.state_dict(keep_vars=True).items() if id(value) not in masks}
+
+
+def _values(model: nn.Module, name: str, value: Any) -> Any:
+    """A value of the state dict; for a parameter that accelerate has offloaded the tensor that holds its values."""
+    path, _, key = name.rpartition(".")
+    return stored(model.get_submodule(path), key) if isinstance(value, nn.Parameter) and value.is_meta else value
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    """The state dict as it is saved.
 
     Raises ValueError for a value that is no tensor, and for a tensor on the meta device, a sparse or a nested one.
     """
-    masks = {id(mask) for _, mask in named_masks(model)}
-    skipped = {name for name, buffer in model.named_buffers(remove_duplicate=False) if id(buffer) in masks}
-    state = {name: tensor for name, tensor in model.state_dict().items() if name not in skipped}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if parameter.is_meta:
-            state[name] = _values(model, name)
+    state = {name: _values(model, name, value) for name, value in _state(model).items()}
     for name, value in state.items():
         if not isinstance(value, Tensor):
             raise ValueError(f"{name!r} is a {type(value).__name__}: only tensors can be saved without pickle")
@@ -231,7 +245,7 @@ def _state(model: nn.Module) -> dict[str, Tensor]:
         if value.layout != torch.strided or value.is_nested:
             advice = "register it with persistent=False, or make it dense"
             raise ValueError(f"{name!r} is a sparse or nested tensor: only dense ones can be saved: {advice}")
-    return state
+    return {name: tensor.detach() for name, tensor in state.items()}
 
 
 def _for_transformers(model: PreTrainedModel, state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -243,12 +257,6 @@ def _for_transformers(model: PreTrainedModel, state: dict[str, Tensor]) -> dict[
     declared = model.get_expanded_tied_weights_keys(all_submodels=True)
     untied = {name for name, first in _tied(state).items() if declared.get(name, name) != declared.get(first, first)}
     return {name: tensor.clone() if name in untied else tensor for name, tensor in state.items()}
-
-
-def _values(model: nn.Module, name: str) -> Tensor:
-    """The tensor that holds the values of a parameter, which accelerate may have offloaded."""
-    path, _, key = name.rpartition(".")
-    return stored(model.get_submodule(path), key)
 
 
 def _tied(state: Mapping[str, Tensor]) -> dict[str, str]:
@@ -278,19 +286,17 @@ def restore(model: nn.Module, folder: str | Path) -> nn.Module:
     replaced by those of the folder.
     """
     folder, inner = checked_path(folder), usable(model, "restored into")
-    description, masks, damaged, problems = masks_of(folder)
+    description, masks, weights, problems = opened_folder(folder)
     name = dense_class(inner).__name__
     if description.model_class != name:
         problems.insert(0, f"it holds a {description.model_class}, the model is a {name}")
-    slots, state = _slots(inner), inner.state_dict().items()
-    # what modules keep beside parameters and buffers (`get_extra_state`)
-    extra = {name: x for name, x in state if name.endswith("_extra_state") and isinstance(x, Tensor)}
-    known = [names for names, _ in slots]
+    slots = _slots(inner)
+    extra = {name: x for name, x in _state(inner).items() if name.endswith(EXTRA) and isinstance(x, Tensor)}
+    known = [*(names for names, _ in slots), *([name] for name in extra)]
     problems += _misfits(inner, masks, known)
     filled: list[tuple[Tensor, str]] = []
     read: Read | None = None
-    named = [*known, *([name] for name in extra)]
-    if damaged <= {MASKS} and (read := _reader(inner, named, folder, description, masks, problems)) is not None:
+    if weights is not None and (read := _reader(inner, known, folder, description, masks, weights, problems)):
         filled = _fill(slots, read, masks, problems)
         extra = {name: read(name) for name in extra}
         problems += [f"{name!r} of the model is not in the folder" for name, state in extra.items() if state is None]
@@ -328,17 +334,12 @@ def load(folder: str | Path, *, semi_structured: bool | Mapping[str, Any] = Fals
     folder = _downloaded(folder, options.get("revision"))
     packing = loading_place(options.pop("device_map", None), semi_structured) if semi_structured is not False else None
     head = f"{str(folder)!r} cannot be loaded"
-    description, masks, damaged, problems = masks_of(folder)
+    description, masks, weights, problems = opened_folder(folder)
     if not (folder / "config.json").is_file():
         name = description.model_class
         raise ValueError(f"{str(folder)!r} holds no config.json: build the {name} and call restore(model, folder)")
-    weights: dict[str, Any] = {}
-    if not damaged:
-        try:
-            weights = opened_weights(folder)
-        except ValueError as error:
-            problems.append(str(error))
     _refuse(head, problems)
+    assert weights is not None  # else there is a problem
     remote = {key: options[key] for key in ("revision", "trust_remote_code") if key in options}
     architecture = model_class(AutoConfig.from_pretrained(folder, **remote), folder)
     model, info = loaded(architecture, folder, weights, **options)
@@ -501,18 +502,14 @@ def _reader(
     folder: Path,
     description: Description,
     masks: Mapping[str, Tensor],
+    weights: Mapping[str, Any],
     problems: list[str],
 ) -> Read | None:
-    """A function that reads the folder's tensor for one of the model's names; None if they cannot be read.
+    """A function that reads the folder's tensor for one of the model's names; None for a model that was rewritten.
 
     transformers stores some models under other names than they have in memory. For these it loads the folder into a
     second model, which takes the memory of the weights once more.
     """
-    try:
-        weights = opened_weights(folder)
-    except ValueError as error:
-        problems.append(str(error))
-        return None
     if problem := rewritten(weights, (name for alike in known for name in alike)):
         problems[:] = [problem]  # the reason of all others
         return None
@@ -553,15 +550,11 @@ def _keep_dtypes(model: Any, folder: Path, weights: Mapping[str, Any]) -> None:
 
 
 def _slots(model: nn.Module) -> list[tuple[list[str], Tensor]]:
-    """(all names of a tensor, the tensor to write to), for everything in the model's state dict except for masks."""
-    masks = {id(mask) for _, mask in named_masks(model)}
+    """(all names of a tensor, the tensor to write to), for everything in the model's state dict but extra states."""
     slots: dict[int, tuple[list[str], Tensor]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        slots.setdefault(id(parameter), ([], _values(model, name)))[0].append(name)
-    for name, buffer in model.named_buffers(remove_duplicate=False):
-        path, _, key = name.rpartition(".")
-        if id(buffer) not in masks and key not in model.get_submodule(path)._non_persistent_buffers_set:
-            slots.setdefault(id(buffer), ([], buffer))[0].append(name)
+    for name, value in _state(model).items():
+        if not name.endswith(EXTRA):
+            slots.setdefault(id(value), ([], _values(model, name, value)))[0].append(name)
     return list(slots.values())
 
 

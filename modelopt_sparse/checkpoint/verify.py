@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from modelopt_sparse.checkpoint.folder import DESCRIPTION, masks_of, refuse_adapter, rewritten
-from modelopt_sparse.checkpoint.packed import loaded_whole, opened_weights
+from modelopt_sparse.checkpoint.folder import DESCRIPTION, refuse_adapter, rewritten
+from modelopt_sparse.checkpoint.packed import loaded_whole, opened_folder, opened_weights
 from modelopt_sparse.checkpoint.workfolder import STARTED
 from modelopt_sparse.checks import grouped
 from modelopt_sparse.methods.patterns import Pattern, Unstructured, parse_pattern
@@ -222,15 +222,16 @@ def _open(
         raise ValueError(
             f"{str(folder)!r} is {codes_in(model)}: load it dequantized with transformers, verify the model"
         )
-    masks, record, files = dict[str, Tensor](), None, f"There is no {DESCRIPTION} to compare the files with."
     if described:
-        description, masks, _, problems = masks_of(folder, hashes=hashes)
-        if problems:
+        description, masks, weights, problems = opened_folder(folder, hashes=hashes)
+        if weights is None or problems:
             raise ValueError(f"{str(folder)!r} is damaged: {first_few(problems)}")
         record, files = description.report, "The SHA-256 of the files was not looked at."
         if hashes:
             files = "The files are those that were saved, by their SHA-256."
-    weights = opened_weights(folder)
+    else:
+        masks, weights, record = dict[str, Tensor](), opened_weights(folder), None
+        files = f"There is no {DESCRIPTION} to compare the files with."
     if problem := rewritten(weights, model.state_dict()):
         raise ValueError(f"{str(folder)!r}: {problem}, and verify that")
     if weights.keys() >= {layer.parameter_name for layer in find_layers(model)[0]}:

@@ -41,6 +41,7 @@ from modelopt_sparse.checkpoint.folder import (
     make_durable,
     missing_parents,
     move_in,
+    read_json,
     remove_empty,
     renamed_if_absent,
     size_and_hash,
@@ -211,7 +212,8 @@ class WorkFolder:
         if not (self.path / STARTED).is_file():
             self.write_json(STARTED, self._started)
         self.finished = is_finished(self.final_folder)
-        self.budget, self.report = self._read_json(BUDGET), self._read_json(REPORT)
+        earlier = (self.path / BUDGET, self.path / REPORT)
+        self.budget, self.report = (read_json(file) if file.is_file() else None for file in earlier)
 
     def join(self) -> None:
         """Let the other processes know what the one that leads has found, once it has begun."""
@@ -235,11 +237,11 @@ class WorkFolder:
 
     def _problem(self) -> str:
         """Why the run that is there cannot be continued; "" if it can. Reads the records of its blocks."""
-        started = self._read_json(STARTED)
+        started = read_json(self.path / STARTED)
         if difference := _difference(_at_once(started), _at_once(self._started)):
             return difference
         for path in () if is_finished(self.final_folder) else sorted(self.path.glob("block-*.json")):
-            record = BlockRecord(**self._read_json(path.name))
+            record = BlockRecord(**read_json(path))
             for name, expected in record.files.items():
                 if not (self.path / name).is_file() or size_and_hash(self.path / name) != expected:
                     return _damage(name, record)
@@ -287,15 +289,6 @@ class WorkFolder:
 
     def _error(self, problem: str) -> ValueError:
         return ValueError(f"{str(self.path)!r} {problem}: give another target, or overwrite=True to throw it away")
-
-    def _read_json(self, name: str) -> Any:
-        """What a JSON file of the work folder holds; None if there is none."""
-        try:
-            return json.loads((self.path / name).read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            return None
-        except (ValueError, OSError) as error:
-            raise ValueError(f"{str(self.path / name)!r} cannot be read: {error}") from None
 
     # what is written --------------------------------------------------------------------------------------------------
 
@@ -361,7 +354,7 @@ class WorkFolder:
         """
         folder = self.path / "folder"
         if (folder / DESCRIPTION).is_file() and not renamed_if_absent(folder, self.final_folder):
-            move_in(folder, self.final_folder, self._read_json(FINISHED))
+            move_in(folder, self.final_folder, read_json(self.path / FINISHED))
         sync(self.final_folder)
         sync(self.final_folder.parent)
         self.path = self.path.rename(_finished_path(self.final_folder))  # from here on there is no run to continue
