@@ -27,6 +27,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import CHAT_TEMPLATE_DIR
+from transformers.utils.hub import cached_file, snapshot_download
 
 from modelopt_sparse.reports.report import Report, library_versions
 
@@ -254,7 +255,7 @@ def remove_empty(folders: Iterable[Path]) -> None:
 
 
 # numbers of the errors: no space left; the limit on a file's size is reached; the user's quota is
-FULL = {errno.ENOSPC, errno.EFBIG, *([errno.EDQUOT] if hasattr(errno, "EDQUOT") else [])}
+FULL = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
 
 
 def is_full(error: BaseException | None) -> bool:
@@ -262,14 +263,11 @@ def is_full(error: BaseException | None) -> bool:
 
     The errors of safetensors and torch have the number of the system's error in their text.
     """
-    while error is not None:
-        text = str(error)
-        if any(f"(os error {number})" in text or f"{os.strerror(number)} ({number})" in text for number in FULL):
-            return True
-        if isinstance(error, OSError) and error.errno in FULL:
-            return True
-        error = error.__cause__ or error.__context__
-    return False
+    if error is None:
+        return False
+    text = str(error)
+    told = any(f"(os error {number})" in text or f"{os.strerror(number)} ({number})" in text for number in FULL)
+    return told or getattr(error, "errno", None) in FULL or is_full(error.__cause__ or error.__context__)
 
 
 # the description ------------------------------------------------------------------------------------------------------
@@ -475,6 +473,21 @@ def read_mask(folder: Path, description: Description, name: str) -> Tensor:
 
 
 # weights --------------------------------------------------------------------------------------------------------------
+
+
+def hub_folder(name: str, revision: str | None) -> Path:
+    """The folder in the hub's cache of a checkpoint, which is downloaded without weights of other formats.
+
+    Raises ValueError if the hub does not give it.
+    """
+    try:
+        folder = Path(snapshot_download(name, revision=revision, ignore_patterns=[f"*.{x}" for x in WEIGHT_FORMATS]))
+        described = (folder / DESCRIPTION).is_file()
+        for file in read_description(folder).files if described else weight_files(folder):
+            cached_file(name, file, revision=revision)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{name!r} is neither a folder nor a model that the hub gives: {error}") from None
+    return folder
 
 
 def refuse_adapter(folder: Path) -> None:

@@ -14,7 +14,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
-from transformers.utils.hub import snapshot_download  # transformers brings the hub's client
 
 from modelopt_sparse.checkpoint.dequantize import DENSE, dtype_of, kept_wide, save_as_dense
 from modelopt_sparse.checkpoint.folder import (
@@ -28,6 +27,7 @@ from modelopt_sparse.checkpoint.folder import (
     copy_companions,
     damaged_files,
     description_of,
+    hub_folder,
     is_packed,
     read_description,
     read_json,
@@ -290,8 +290,9 @@ def restore(model: nn.Module, folder: str | Path) -> nn.Module:
     name = dense_class(inner).__name__
     if description.model_class != name:
         problems.insert(0, f"it holds a {description.model_class}, the model is a {name}")
-    slots = _slots(inner)
-    extra = {name: x for name, x in _state(inner).items() if name.endswith(EXTRA) and isinstance(x, Tensor)}
+    state = _state(inner)
+    slots = _slots(inner, state)
+    extra = {name: x for name, x in state.items() if name.endswith(EXTRA) and isinstance(x, Tensor)}
     known = [*(names for names, _ in slots), *([name] for name in extra)]
     problems += _misfits(inner, masks, known)
     filled: list[tuple[Tensor, str]] = []
@@ -331,22 +332,24 @@ def load(folder: str | Path, *, semi_structured: bool | Mapping[str, Any] = Fals
     """
     if "output_loading_info" in options:
         raise ValueError("output_loading_info: load raises an error for all that it would name: leave it out")
-    folder = _downloaded(folder, options.get("revision"))
+    path = checked_path(folder)
+    if not path.exists() and isinstance(folder, str) and HUB_NAME.fullmatch(folder):
+        path = hub_folder(folder, options.get("revision"))
     packing = loading_place(options.pop("device_map", None), semi_structured) if semi_structured is not False else None
-    head = f"{str(folder)!r} cannot be loaded"
-    description, masks, weights, problems = opened_folder(folder)
-    if not (folder / "config.json").is_file():
+    head = f"{str(path)!r} cannot be loaded"
+    description, masks, weights, problems = opened_folder(path)
+    if not (path / "config.json").is_file():
         name = description.model_class
-        raise ValueError(f"{str(folder)!r} holds no config.json: build the {name} and call restore(model, folder)")
+        raise ValueError(f"{str(path)!r} holds no config.json: build the {name} and call restore(model, folder)")
     _refuse(head, problems)
     assert weights is not None  # else there is a problem
     remote = {key: options[key] for key in ("revision", "trust_remote_code") if key in options}
-    architecture = model_class(AutoConfig.from_pretrained(folder, **remote), folder)
-    model, info = loaded(architecture, folder, weights, **options)
+    architecture = model_class(AutoConfig.from_pretrained(path, **remote), path)
+    model, info = loaded(architecture, path, weights, **options)
     problem = rewritten(info["unexpected_keys"], info["missing_keys"])
     problems += [problem] if problem else unloaded(info)
     if options.get("dtype", options.get("torch_dtype")) in (None, "auto"):
-        _keep_dtypes(model, folder, weights)
+        _keep_dtypes(model, path, weights)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name, mask in masks.items():
         if name not in parameters or parameters[name].shape != mask.shape:
@@ -359,19 +362,8 @@ def load(folder: str | Path, *, semi_structured: bool | Mapping[str, Any] = Fals
         settings, place = packing
         convert(model, settings, lambda _: place)  # layer by layer, and then the rest
         return model.to(place.device)
-    _attach(model, folder, masks, description)
+    _attach(model, path, masks, description)
     return model
-
-
-def _downloaded(folder: str | Path, revision: str | None) -> Path:
-    """The path of a folder; a name such as "org/name" that is none here is downloaded from the hub."""
-    path = checked_path(folder)
-    if path.exists() or not isinstance(folder, str) or not HUB_NAME.fullmatch(folder):
-        return path
-    try:
-        return Path(snapshot_download(folder, revision=revision))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{folder!r} is not a folder, nor a model that the hub gives: {error}") from None
 
 
 def report(model: nn.Module | str | Path) -> Report:
@@ -549,10 +541,10 @@ def _keep_dtypes(model: Any, folder: Path, weights: Mapping[str, Any]) -> None:
         warnings.warn(f"not loaded as stored, in {general}: {first_few(left)}: give dtype=", stacklevel=3)
 
 
-def _slots(model: nn.Module) -> list[tuple[list[str], Tensor]]:
+def _slots(model: nn.Module, state: Mapping[str, Any]) -> list[tuple[list[str], Tensor]]:
     """(all names of a tensor, the tensor to write to), for everything in the model's state dict but extra states."""
     slots: dict[int, tuple[list[str], Tensor]] = {}
-    for name, value in _state(model).items():
+    for name, value in state.items():
         if not name.endswith(EXTRA):
             slots.setdefault(id(value), ([], _values(model, name, value)))[0].append(name)
     return list(slots.values())

@@ -42,7 +42,7 @@ from modelopt_sparse.checkpoint.streamed import (
     without_blocks,
     write_index,
 )
-from modelopt_sparse.checkpoint.workfolder import WorkFolder, is_finished, opened, remove_leftovers, work_path
+from modelopt_sparse.checkpoint.workfolder import REPORT, WorkFolder, is_finished, opened, remove_leftovers, work_path
 from modelopt_sparse.distributed import Processes, RankError
 from modelopt_sparse.methods.scores import Magnitude
 from modelopt_sparse.model.hf import empty_model
@@ -306,7 +306,7 @@ def _block_names(model: nn.Module, plan: Plan, verb: str) -> list[str]:
 
 def _finish(storage: Streamed, source: Path, work: WorkFolder, report: Report) -> None:
     """Write what is missing in ``folder``, all of it anew, and put it in the target's place."""
-    work.write_json("report.json", report.as_dict())
+    work.write_json(REPORT, report.as_dict())
     storage.write_the_rest()
     model, folder = storage.model, work.path / "folder"
     masks = dict(named_masks(model))  # of layers outside of the blocks
@@ -314,12 +314,12 @@ def _finish(storage: Streamed, source: Path, work: WorkFolder, report: Report) -
     masks_outside = "masks/outside.safetensors"
     described = {name: of for index in sorted(work.done) for name, of in work.done[index].masks.items()}
     described |= write_masks(masks, work.path / masks_outside)
-    shard = storage.saved(storage.outside())
+    shard = storage.saved(storage.outside(), masks_outside)
     work.check_files()
     for path in shard.parent.iterdir():
         if path != shard:
             path.replace(folder / path.name)
-    first = work.place(storage.packed(shard, masks_outside), storage.shard_name(1))
+    first = work.place(shard, storage.shard_name(1))
     written = [first, *(record.files for record in work.done.values())]
     known = {Path(name).name: facts for files in written for name, facts in files.items()}
     concatenate(sorted((work.path / "masks").iterdir()), folder / MASKS)

@@ -21,16 +21,15 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, GenerationConfig
 from transformers.utils import GENERATION_CONFIG_NAME
-from transformers.utils.hub import cached_file, snapshot_download
 
 from modelopt_sparse.checkpoint.dequantize import Quantized, dtype_of, kept_wide, load_dequantized
 from modelopt_sparse.checkpoint.folder import (
     INDEX,
     MASKS,
     PACKED,
-    WEIGHT_FORMATS,
     WEIGHTS,
     file_hash,
+    hub_folder,
     is_packed,
     weight_files,
     write_masks,
@@ -53,23 +52,15 @@ ONE_FILE = 2**60  # a shard size that no block reaches
 
 
 def local_folder(source: str | Path, revision: str | None) -> Path:
-    """The folder of a checkpoint. For a hub name its files are downloaded, without weights of other formats, and it is
-    a folder in the hub's cache.
+    """The folder of a checkpoint; for a hub name that of `hub_folder`.
 
     Raises ValueError if ``source`` is neither a folder of a model nor a checkpoint on the hub.
     """
-    if Path(source).is_dir():
-        if not (Path(source) / "config.json").is_file():
-            raise ValueError(f"{str(source)!r} holds no config.json: it is not a folder of a transformers model")
-        return Path(source)
-    name = str(source)
-    try:
-        folder = Path(snapshot_download(name, revision=revision, ignore_patterns=[f"*.{x}" for x in WEIGHT_FORMATS]))
-        for file in weight_files(folder):
-            cached_file(name, file, revision=revision)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{name!r} is neither a folder nor a checkpoint that the hub gives: {error}") from None
-    return folder
+    if not Path(source).is_dir():
+        return hub_folder(str(source), revision)
+    if not (Path(source) / "config.json").is_file():
+        raise ValueError(f"{str(source)!r} holds no config.json: it is not a folder of a transformers model")
+    return Path(source)
 
 
 COPY_AGAIN = "copy the source again, or put it where all processes see it"
@@ -100,10 +91,9 @@ class SourceFiles:
         """File name -> SHA-256, of all files. All processes ask for it at the same time."""
         for path in self._names:
             self.begin(path)
-        hashes = {name: self._hashes[name] for name in self._names.values()}
-        facts = {f"the SHA-256 of {name!r}": sha256 for name, sha256 in hashes.items()}
+        facts = {f"the SHA-256 of {name!r}": sha256 for name, sha256 in self._hashes.items()}
         self._processes.check_same(facts, COPY_AGAIN)
-        return hashes
+        return self._hashes
 
     def begin(self, path: Path) -> None:
         """`check` a file that is to be read from, and hash it the first time. Nothing happens for other files."""
@@ -234,7 +224,7 @@ class Streamed(Storage):
         self._work, self._files, self._spill = work, files, spill
         self._blocks = [model.get_submodule(name) for name in names]
         self._home = {module: block for block in self._blocks for module in block.modules()}
-        self._own = {block: list(own) for block, own in zip(self._blocks, parameters_by_block(model, names).values())}
+        self._own = dict(zip(self._blocks, map(list, parameters_by_block(model, names).values())))
         self._over: set[nn.Module] = set()
         self._open: nn.Module | None = None
         self._passing: nn.Module | None = None
@@ -348,10 +338,8 @@ class Streamed(Storage):
 
     def _parameters(self, block: nn.Module) -> dict[str, nn.Parameter]:
         """The block's own parameters by their names in the model; what has been cut is new."""
-        path, present = (
-            f"{self.names[self._blocks.index(block)]}.",
-            dict(block.named_parameters(remove_duplicate=False)),
-        )
+        path = f"{self.names[self._blocks.index(block)]}."
+        present = dict(block.named_parameters(remove_duplicate=False))
         return {name: present[name.removeprefix(path)] for name in self._own[block]}
 
     def _drop(self, block: nn.Module) -> None:
@@ -394,13 +382,13 @@ class Streamed(Storage):
             for key, value in block.state_dict(keep_vars=True).items()
             if value in owned or not isinstance(value, nn.Parameter)
         }
-        file = work.scratch() / "masks.safetensors"
+        file, place = work.scratch() / "masks.safetensors", f"masks/{index:05d}.safetensors"
         described = write_masks(masks, file)
-        files = work.place(file, f"masks/{index:05d}.safetensors")
-        shard = self.saved(state)
+        files = work.place(file, place)
+        shard = self.saved(state, place)
         with safe_open(shard, framework="pt") as opened:
             converted = not set(tensors) <= set(opened.keys())
-        files |= work.place(self.packed(shard, f"masks/{index:05d}.safetensors"), self._shard(index))
+        files |= work.place(shard, self._shard(index))
         if converted:
             file = work.scratch() / "named.safetensors"
             save_file({key: value.detach().contiguous() for key, value in tensors.items()}, file)
@@ -409,18 +397,13 @@ class Streamed(Storage):
         parts = [asdict(layer) for layer in layers], [asdict(part) for part in tuned]
         work.finish_block(index, BlockRecord(self.names[index], files, described, *parts))
 
-    def saved(self, state: Mapping[str, Tensor]) -> Path:
-        """A file of these tensors as save_pretrained writes them, under the names that the checkpoint has."""
+    def saved(self, state: Mapping[str, Tensor], masks: str) -> Path:
+        """A file of these tensors as save_pretrained writes them, under the names that the checkpoint has; packed, if
+        the target is. ``masks``: the path of their masks in the work folder."""
         folder = self._work.scratch()
         with quiet():
             self.model.save_pretrained(folder, state_dict=dict(state), max_shard_size=ONE_FILE)
-        return folder / WEIGHTS
-
-    def packed(self, shard: Path, masks: str) -> Path:
-        """The packed form of a shard if the target is packed; ``masks``: its masks' path in the work folder."""
-        if not self._packed:
-            return shard
-        return pack_files(shard.parent, [shard.name], shard.parent, self._work.path / masks)[0]
+        return pack_files(folder, [WEIGHTS], folder, self._work.path / masks)[0] if self._packed else folder / WEIGHTS
 
     def write_the_rest(self) -> None:
         """Blocks that were never opened, because nothing in their stack is pruned."""

@@ -373,11 +373,8 @@ def _is_read(name: str) -> bool:
 
 def _difference(started: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """What a run was started with (``there``) that is something else ``now``; "" if nothing is."""
-    differences = [
-        f"{key}: {started.get(key)} there, {now.get(key)} now"
-        for key in {**started, **now}
-        if started.get(key) != now.get(key)
-    ]
+    keys = [key for key in {**started, **now} if started.get(key) != now.get(key)]
+    differences = [f"{key}: {started.get(key)} there, {now.get(key)} now" for key in keys]
     return f"holds a run that was started with something else ({first_few(differences)})" if differences else ""
 
 

@@ -10,13 +10,12 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import modelopt_sparse as mts
-from modelopt_sparse.checkpoint import save
+from modelopt_sparse.checkpoint import folder
 from modelopt_sparse.checkpoint.folder import DESCRIPTION, MASKS
 from tests.checkpoint.folders import MODELS, PRUNED, describe, outputs, scrambled, sparse
 from tests.helpers import (
     TESTBED,
     assert_bits,
-    assert_same_masks,
     assert_same_state,
     plain_from_pretrained,
     state_of,
@@ -164,14 +163,6 @@ def test_a_tokenizer_takes_the_place_of_all_of_another(tmp_path):
     assert [name for name in old if (out / name).exists()] == ["notes.txt"]
 
 
-def test_load_hands_options_to_from_pretrained(saved):
-    half = mts.load(saved("llama"), dtype=torch.bfloat16, device_map="cpu")
-    assert {parameter.dtype for parameter in half.parameters()} == {torch.bfloat16}
-    assert_same_masks(half, sparse("llama"))
-    plain = AutoModelForCausalLM.from_pretrained(saved("llama"), dtype=torch.bfloat16)
-    assert_bits(outputs("llama", half), outputs("llama", plain))
-
-
 @pytest.mark.parametrize("packed", [False, True])
 def test_tensors_of_several_dtypes_come_back_as_they_are_stored(packed, tmp_path):
     """transformers itself gives all of them that of config.json, the first one's."""
@@ -228,10 +219,14 @@ def test_reports_say_that_masks_were_replaced(how, pattern, shown, zeros, tmp_pa
             assert layer.notes == [f"its mask was replaced since, by one of {shown}"]
 
 
-def test_a_hub_name_is_downloaded(saved, monkeypatch):
-    """As a name that is no folder here; the hub's client gives its folder in the cache."""
-    folder, asked = saved("llama"), []
-    monkeypatch.setattr(save, "snapshot_download", lambda name, revision: asked.append((name, revision)) or str(folder))
-    model = mts.load("org/name", revision="main")
-    assert asked == [("org/name", "main")]
-    assert_same_state(model, state_of(mts.load(folder)))
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_hub_name_is_downloaded(packed, tmp_path, monkeypatch):
+    """As a name that is no folder here: the hub's client gives a folder in its cache, and its weights and masks are
+    asked for one by one."""
+    model, asked = sparse("llama"), []
+    mts.save(model, tmp_path, packed=packed)
+    monkeypatch.setattr(folder, "snapshot_download", lambda name, **_: asked.append(name) or str(tmp_path))
+    monkeypatch.setattr(folder, "cached_file", lambda *asking, revision: asked.append((*asking, revision)))
+    assert_same_state(mts.load("org/name", revision="main"), state_of(model))
+    weights = "packed.model.safetensors" if packed else "model.safetensors"
+    assert asked == ["org/name", *(("org/name", name, "main") for name in sorted([weights, MASKS]))]
