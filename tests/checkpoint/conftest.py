@@ -1,5 +1,6 @@
 """Folders that several files read."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -27,10 +28,6 @@ def broken(saved, tmp_path) -> Callable[[str], Path]:
     """A copy of that folder, to be damaged."""
 
     def folder(name: str) -> Path:
-        target = tmp_path / name
-        target.mkdir()
-        for path in saved(name).iterdir():
-            (target / path.name).write_bytes(path.read_bytes())
-        return target
+        return shutil.copytree(saved(name), tmp_path / name)
 
     return folder

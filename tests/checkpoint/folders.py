@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -11,7 +12,7 @@ from transformers import LlamaForCausalLM
 
 import modelopt_sparse as mts
 from modelopt_sparse.checkpoint import folder as format
-from modelopt_sparse.checkpoint.folder import DESCRIPTION, MASKS
+from modelopt_sparse.checkpoint.folder import DESCRIPTION
 from tests.helpers import tiny_llama, token_batches
 from tests.models.net import net
 from tests.models.tiny import tiny_gpt2
@@ -69,7 +70,7 @@ def describe(folder: Path) -> dict:
 
 def rewrite(folder: Path, change: Callable[[dict], None]) -> None:
     """Edit sparsity.json the way that somebody who knows the format would: the checksum fits again."""
-    description = json.loads((folder / DESCRIPTION).read_text())
+    description = describe(folder)
     del description["checksum"]
     change(description)
     (folder / DESCRIPTION).write_text(json.dumps({**description, "checksum": format.checksum(description)}))
@@ -77,13 +78,24 @@ def rewrite(folder: Path, change: Callable[[dict], None]) -> None:
 
 def relist(folder: Path, name: str) -> None:
     """Make sparsity.json agree with a file that has been replaced."""
-    path = folder / name
-    entry = {"size": path.stat().st_size, "sha256": format.file_hash(path)}
+    entry = format.size_and_hash(folder / name)
     rewrite(folder, lambda description: description["files"].update({name: entry}))
 
 
-def replace_masks(folder: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
-    """Edit the file of masks; `relist` makes the description agree with it."""
-    masks = load_file(folder / MASKS)
-    change(masks)
-    save_file(masks, folder / MASKS)
+def change_tensors(file: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+    """Edit a file of weights or masks, with a description that agrees, if there is one."""
+    tensors = {name: tensor.clone() for name, tensor in load_file(file).items()}  # it may be mapped into memory
+    change(tensors)
+    save_file(tensors, file, metadata={"format": "pt"})
+    if (file.parent / DESCRIPTION).is_file():
+        relist(file.parent, file.name)
+
+
+def change_config(folder: Path, **changes: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    """Path in a folder -> what the file holds."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}

@@ -20,7 +20,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import modelopt_sparse as mts
-from modelopt_sparse.checkpoint.folder import file_hash, is_full
+from modelopt_sparse.checkpoint.folder import is_full
+from tests.checkpoint.folders import files_of
 from tests.checkpoint.streams import assert_same_folders, saved, weights
 from tests.faults import faulty
 from tests.faults.faulty import Runs
@@ -42,14 +43,14 @@ RECIPES: dict[str, dict[str, Any]] = {
 
 @dataclass
 class World:
-    """What all tests share: a source in several files, whose hashes are known, and runs that nothing disturbs."""
+    """What all tests share: a source in several files, what they hold, and runs that nothing disturbs."""
 
     folder: Path
     source: Path
-    hashes: dict[str, str]
+    content: dict[str, bytes]
     runs: Runs
     known: dict[str, tuple[Path, int]]
-    old: dict[str, str]
+    old: dict[str, bytes]
 
     def given(self, target: Path, recipe: str = "sparsegpt") -> dict[str, Any]:
         return {"source": self.source, "target": target, "batches": DATA, **RECIPES[recipe]}
@@ -79,19 +80,15 @@ class World:
         return {"model": self.undisturbed()[0], "folder": target}
 
     def check(self) -> None:
-        assert hashes(self.source) == self.hashes
+        assert files_of(self.source) == self.content
         assert not list((self.folder / "scratch").iterdir())
 
 
-def hashes(folder: Path) -> dict[str, str]:
-    return {path.name: file_hash(path) for path in sorted(folder.iterdir())}
-
-
-def old_model(folder: Path) -> dict[str, str]:
-    """Another model, with 2:4 in every layer too -> its hashes. Files of somebody else's lie beside its own."""
+def old_model(folder: Path) -> dict[str, bytes]:
+    """Another model, with 2:4 in every layer too -> its files. Files of somebody else's lie beside its own."""
     mts.save(mts.sparsify(tiny_llama(num_hidden_layers=BLOCKS), "magnitude"), folder, max_shard_size=60_000)
     (folder / "notes.txt").write_text("mine")
-    return hashes(folder)
+    return files_of(folder)
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +98,7 @@ def world(tmp_path_factory) -> Iterator[World]:
     source = saved(folder / "dense", lambda: tiny_llama(num_hidden_layers=BLOCKS), max_shard_size=40_000)
     assert len(list(source.glob("model-*"))) > BLOCKS
     runs = Runs(folder / "scratch")
-    yield World(folder, source, hashes(source), runs, {}, {})
+    yield World(folder, source, files_of(source), runs, {}, {})
     runs.close()
 
 
@@ -218,15 +215,15 @@ def test_killed_while_it_replaces_a_model(world, do):
     world.check()
 
 
-def assert_old_or_new_or_none(folder: Path, old: dict[str, str], world: World) -> str:
+def assert_old_or_new_or_none(folder: Path, old: dict[str, bytes], world: World) -> str:
     """What a folder is that was being replaced. What is half old and half new, whose layers all hold 2:4, must be taken
     for a model by nobody."""
-    if hashes(folder) == old:
+    if files_of(folder) == old:
         return "old"
     if (folder / "sparsity.json").exists():
         assert_same_folders(folder, world.undisturbed()[0])
         return "new"
-    if hashes(folder) == {name: sha256 for name, sha256 in old.items() if name != "sparsity.json"}:
+    if files_of(folder) == {name: content for name, content in old.items() if name != "sparsity.json"}:
         return "none"  # after the first step: all that is there is old
     if (folder / "config.json").exists():  # before the last step: all of it is new
         found, new = weights(folder), weights(world.undisturbed()[0])
@@ -324,7 +321,7 @@ def test_a_disk_that_is_full_when_a_model_is_replaced(world, tmp_path):
     assert code == 1, found
     assert found["error"].startswith(f"OSError: '{place}' could not be written (what was there before is complete): ")
     assert found["error"].endswith("; the disk is full: free space and save again")
-    assert hashes(place) == old
+    assert files_of(place) == old
     assert [path.name for path in tmp_path.iterdir()] == ["sparse"]
 
 

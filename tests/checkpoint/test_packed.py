@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -22,18 +21,32 @@ from modelopt_sparse.checkpoint import packed as form
 from modelopt_sparse.checkpoint.folder import DESCRIPTION, MASKS, pack_mask, unpack_mask, write_masks
 from modelopt_sparse.checkpoint.packed import PackedFile, pack_files, unpack_files
 from modelopt_sparse.checkpoint.save import add_masks
-from tests.checkpoint.folders import MODELS, WEIGHT, describe, relist, replace_masks, scrambled, sparse
+from tests.checkpoint.folders import (
+    MODELS,
+    WEIGHT,
+    change_tensors,
+    describe,
+    files_of,
+    relist,
+    scrambled,
+    sparse,
+)
 from tests.checkpoint.streams import Stopping, batches, streamed
 from tests.checkpoint.streams import saved as dense
 from tests.faults.faulty import flip
-from tests.helpers import TESTBED, assert_bits, assert_same_state, refused, state_of, tiny_llama, token_batches
+from tests.helpers import (
+    TESTBED,
+    assert_bits,
+    assert_same_masks,
+    assert_same_state,
+    refused,
+    state_of,
+    tiny_llama,
+    token_batches,
+)
 from tests.models.expert_models import MODELS as MIXTURES
 
 PACKED = "packed.model.safetensors"
-
-
-def files_of(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def pairs(folder: Path, model: nn.Module, **options: Any) -> tuple[Path, Path]:
@@ -171,25 +184,6 @@ def test_any_tensors_come_back_to_the_bit(tmp_path_factory, made, in_place):
         assert (folder / "unpacked" / "model.safetensors").read_bytes() == original
 
 
-@given(st.integers(1, 40), st.integers(1, 40), st.floats(0, 1), st.integers(0, 2**31))
-@settings(max_examples=60, deadline=None)
-def test_values_are_stored_in_row_major_order(tmp_path_factory, rows, columns, share, seed):
-    """Beside the mask, by a reader of a few lines that takes nothing from the library."""
-    folder, generator = tmp_path_factory.mktemp("made"), torch.Generator().manual_seed(seed)
-    mask = torch.rand(rows, columns, generator=generator) < share
-    weight = torch.randn(rows, columns, generator=generator).masked_fill(~mask, 0)
-    save_file({"w": weight}, folder / "model.safetensors")
-    write_masks({"w": mask}, folder / MASKS)
-    (path,) = pack_files(folder, ["model.safetensors"], folder, folder / MASKS)
-    stored = load_file(path)["w"]
-    assert torch.equal(stored, weight if mask.all() else weight[mask])
-    if not mask.all():
-        bits = np.unpackbits(load_file(folder / MASKS)["w"].numpy(), bitorder="little")[: rows * columns]
-        dense = np.zeros(rows * columns, dtype=np.float32)
-        dense[bits.astype(bool)] = stored.numpy()
-        assert np.array_equal(dense.reshape(rows, columns), weight.numpy())
-
-
 def test_what_would_not_get_smaller_stays_as_it_is(tmp_path):
     """Dense weights, and those with so few zeros that their bits would take more."""
     model: Any = tiny_llama()
@@ -219,29 +213,27 @@ def test_a_plain_export_is_packed_by_its_zeros(tmp_path):
     assert files_of(tmp_path / "unpacked") == files_of(tmp_path / "plain")
 
 
-def test_tied_weights_are_stored_once(tmp_path):
-    _, packed = pairs(tmp_path, sparse("net"))
-    assert describe(packed)["aliases"]
-    assert not set(load_file(packed / PACKED)) & set(describe(packed)["aliases"])
-
-
 # reading --------------------------------------------------------------------------------------------------------------
 
 
-def test_options_of_load(tmp_path):
+@pytest.mark.parametrize("packed", [False, True])
+def test_options_of_load(packed, tmp_path):
     """And a generation config comes with it."""
     model: Any = sparse("llama")
     model.generation_config.max_new_tokens = 7
-    plain, folder = pairs(tmp_path, model)
+    folders = pairs(tmp_path, model)
+    folder = folders[packed]
     half: Any = mts.load(folder, dtype=torch.bfloat16, device_map="cpu")
-    assert_same_state(half, state_of(mts.load(plain, dtype=torch.bfloat16)))
+    plain = AutoModelForCausalLM.from_pretrained(folders[0], dtype=torch.bfloat16)
+    assert_same_masks(half, model)
+    assert_same_state(mts.export(half), state_of(plain))
     assert half.generation_config.max_new_tokens == 7
     eager: Any = mts.load(folder, attn_implementation="eager", use_cache=False)
     assert (eager.config._attn_implementation, eager.config.use_cache) == ("eager", False)
     assert eager.name_or_path == eager.config.name_or_path == str(folder)
     with pytest.raises(ValueError, match="is the folder that the weights come from"):
         mts.save(eager, folder, overwrite=True)
-    config = AutoConfig.from_pretrained(plain, rms_norm_eps=0.1)
+    config = AutoConfig.from_pretrained(folder, rms_norm_eps=0.1)
     assert mts.load(folder, config=config).config.rms_norm_eps == 0.1
 
 
@@ -264,17 +256,6 @@ def test_one_weight_at_a_time_is_unpacked(packed, monkeypatch):
 
 
 # over one another, and what is refused --------------------------------------------------------------------------------
-
-
-def test_plain_and_packed_replace_one_another(tmp_path):
-    model = sparse("llama")
-    for packed, kept, gone in ((False, "model", "packed.model"), (True, "packed.model", "model"), (False, "model", "")):
-        mts.save(model, tmp_path / "out", overwrite=True, packed=packed, max_shard_size="20KB")
-        names = [path.name for path in (tmp_path / "out").iterdir()]
-        assert any(name.startswith(f"{kept}-") for name in names)
-        assert f"{kept}.safetensors.index.json" in names
-        assert not any(gone and name.startswith(f"{gone}-") for name in names)
-        assert_same_state(mts.load(tmp_path / "out"), state_of(model))
 
 
 def test_what_is_refused(saved, packed, tmp_path):
@@ -441,8 +422,7 @@ def test_all_shards_that_are_broken_stand_in_one_error(tmp_path):
 )
 def test_masks_that_do_not_fit_are_refused(packed, change):
     folder = packed("llama")
-    replace_masks(folder, change)
-    relist(folder, MASKS)
+    change_tensors(folder / MASKS, change)
     refused(mts.restore, tiny_llama(), folder, parts=[WEIGHT, "mask"])
     with pytest.raises(ValueError, match=WEIGHT):
         mts.load(folder)
@@ -523,10 +503,8 @@ def test_a_stopped_run_goes_on_packed(tmp_path):
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
 def test_a_packed_folder_is_a_source_of_streaming(name, tmp_path):
     source = dense(tmp_path / "dense", tiny_llama if name == "llama" else MIXTURES[name], max_shard_size="30KB")
-    weights = {path: load_file(path) for path in source.glob("model-*")}
-    for path, tensors_in in weights.items():  # many zeros, so that something is packed
-        pruned = {x: y.masked_fill(y.abs() < y.abs().mean(), 0) if y.dim() > 1 else y for x, y in tensors_in.items()}
-        save_file(pruned, path, metadata={"format": "pt"})
+    for path in source.glob("model-*"):  # many zeros, so that something is packed
+        change_tensors(path, lambda weights: [x.masked_fill_(x.abs() < x.abs().mean(), 0) for x in weights.values()])
     mts.pack(source, tmp_path / "packed")
     data = {"data_loader": batches()} if name == "llama" else {}
     for folder in (source, tmp_path / "packed"):

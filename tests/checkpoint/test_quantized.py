@@ -1,6 +1,5 @@
 """Checkpoints in fp8 and MXFP4: dequantized as their formats say when the user asks, else refused by name."""
 
-import hashlib
 import importlib.util
 import json
 import re
@@ -12,7 +11,7 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
@@ -27,6 +26,7 @@ from transformers.utils.quantization_config import Mxfp4Config
 
 import modelopt_sparse as mts
 from modelopt_sparse.checkpoint import stream
+from tests.checkpoint.folders import change_config, change_tensors, files_of
 from tests.checkpoint.streams import assert_same_folders, in_memory, saved, streamed, weights
 from tests.helpers import ROOT, assert_bits, tiny_llama, token_batches
 from tests.interruptions import interrupted
@@ -119,7 +119,7 @@ def quantized(folder: Path, make: Callable[[], nn.Module], method: str, dtype: t
     codes: dict[str, Tensor] = {}
     dense: dict[str, Tensor] = {}
     torch.manual_seed(5)
-    for name, weight in read(file).items():
+    for name, weight in weights(folder / "quantized").items():
         if method == "fp8" and is_fp8_weight(name, weight):
             codes[name], codes[f"{name}_scale_inv"] = fp8(weight)
             dense[name] = of_fp8(codes[name], codes[f"{name}_scale_inv"])
@@ -130,37 +130,15 @@ def quantized(folder: Path, make: Callable[[], nn.Module], method: str, dtype: t
             codes[f"{name}_blocks"], codes[f"{name}_scales"] = blocks, scales
             dense[name] = of_mxfp4(blocks, scales)
         else:
-            codes[name] = dense[name] = weight
+            codes[name] = dense[name] = weight.clone()  # not mapped from the file that is written next
     assert len(codes) > len(dense)
     save_file(codes, file, metadata={"format": "pt"})
     made = {name: weight.to(dtype) for name, weight in dense.items()}
     save_file(made, folder / "dense" / "model.safetensors", metadata={"format": "pt"})
     settings = {"fp8": {"fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}}
-    edit(folder / "quantized", quantization_config={"quant_method": method, **settings.get(method, {})})
-    edit(folder / "dense", dtype=str(dtype).removeprefix("torch."))
+    change_config(folder / "quantized", quantization_config={"quant_method": method, **settings.get(method, {})})
+    change_config(folder / "dense", dtype=str(dtype).removeprefix("torch."))
     return folder / "quantized"
-
-
-def read(file: Path) -> dict[str, Tensor]:
-    """The tensors of a file that is written anew: older versions of safetensors map it into memory."""
-    return {name: tensor.clone() for name, tensor in load_file(file).items()}
-
-
-def edit(folder: Path, **changes: Any) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, **changes}))
-
-
-def bytes_of(folder: Path) -> dict[str, str]:
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
-
-
-def size_of(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-
-
-def calibration() -> list[Tensor]:
-    return token_batches(4, length=12, vocab=VOCAB)
 
 
 FORMATS = {
@@ -173,7 +151,6 @@ LOADED = [
     pytest.param("deepseek", marks=pytest.mark.skipif(TRANSFORMERS < MERGES, reason="refused by that version")),
     "gpt-oss",
 ]
-TINY_FP8 = pytest.param("llama", marks=needs_triton)
 
 
 def made(folder: Path, name: str, dtype: torch.dtype = torch.bfloat16) -> tuple[Path, str]:
@@ -185,28 +162,21 @@ def made(folder: Path, name: str, dtype: torch.dtype = torch.bfloat16) -> tuple[
 # dequantized ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", LOADED)
-def test_streaming_gives_the_bits_of_the_dequantized_model_in_memory(tmp_path, name):
-    source, method = made(tmp_path, name)
-    before = bytes_of(source)
-    report = streamed(source, tmp_path / "streamed", "sparsegpt", data_loader=calibration(), dequantize=True)
-    in_memory(tmp_path / "dense", tmp_path / "whole", "sparsegpt", data_loader=calibration())
+def test_streaming_gives_the_bits_of_the_dequantized_model_in_memory(tmp_path, name, dtype):
+    source, method = made(tmp_path, name, dtype)
+    before, options = files_of(source), {} if dtype == torch.bfloat16 else {"dtype": "float32"}
+    data = {"data_loader": token_batches(4, length=12)}
+    report = streamed(source, tmp_path / "streamed", "sparsegpt", dequantize=True, **data, **options)
+    in_memory(tmp_path / "dense", tmp_path / "whole", "sparsegpt", **data)
     assert_same_folders(tmp_path / "streamed", tmp_path / "whole")
-    assert bytes_of(source) == before
+    assert files_of(source) == before
     (note,) = [note for note in report.notes if "dequantized" in note]
-    assert re.fullmatch(rf"dequantized from {method} to bfloat16: \d\.\d MiB instead of \d\.\d MiB", note)
+    form = str(dtype).removeprefix("torch.")
+    assert re.fullmatch(rf"dequantized from {method} to {form}: \d\.\d MiB instead of \d\.\d MiB", note)
     assert note in mts.report(tmp_path / "streamed").notes
     assert not (tmp_path / "streamed.partial").exists()
-
-
-@pytest.mark.parametrize("name", [TINY_FP8, "gpt-oss"])
-def test_in_another_dtype(tmp_path, name):
-    source, method = made(tmp_path, name, torch.float32)
-    options = {"dequantize": True, "dtype": "float32"}
-    report = streamed(source, tmp_path / "streamed", "magnitude", **options)
-    assert any(f"from {method} to float32" in note for note in report.notes)
-    in_memory(tmp_path / "dense", tmp_path / "whole", "magnitude")
-    assert_same_folders(tmp_path / "streamed", tmp_path / "whole")
 
 
 @pytest.mark.parametrize("name", LOADED)
@@ -215,8 +185,9 @@ def test_the_command_line_in_memory_and_streamed(tmp_path, run, name):
     source, method = made(tmp_path, name)
     flags = ("--method", "magnitude", "--dequantize")
     plan = run("plan", source, *flags, "--json")
-    size = sum(tensor.nbytes for tensor in load_file(tmp_path / "dense" / "model.safetensors").values())
-    note = f"dequantized from {method} to bfloat16: {size / 2**20:.1f} MiB instead of {size_of(source) / 2**20:.1f} MiB"
+    size = sum(tensor.nbytes for tensor in weights(tmp_path / "dense").values()) / 2**20
+    stored = (source / "model.safetensors").stat().st_size / 2**20
+    note = f"dequantized from {method} to bfloat16: {size:.1f} MiB instead of {stored:.1f} MiB"
     assert json.loads(plan.out)["notes"] == [note]
     assert f"Note: {note}." in run("plan", source, *flags).out
     in_memory(tmp_path / "dense", tmp_path / "whole", "magnitude")
@@ -260,7 +231,7 @@ def test_a_stopped_run_goes_on_only_as_it_was_started(tmp_path):
 @pytest.mark.parametrize("name", FORMATS)
 def test_without_being_asked_it_is_refused(tmp_path, run, name):
     source, method = made(tmp_path, name)
-    before = bytes_of(source)
+    before = files_of(source)
     expected = rf"is quantized \({method}\): give (dequantize=True|--dequantize) to have it dequantized from {method} "
     expected += r"to bfloat16: \d\.\d MiB instead of \d\.\d MiB"
     with pytest.raises(ValueError, match=expected):
@@ -269,14 +240,14 @@ def test_without_being_asked_it_is_refused(tmp_path, run, name):
         done = run(*command, source, "--method", "magnitude")
         done.wrong()
         assert re.search(expected, done.err)
-    assert bytes_of(source) == before
+    assert files_of(source) == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dense", "quantized"]
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq", "bitsandbytes", "compressed-tensors", "fbgemm_fp8", "unheard-of"])
 def test_other_methods_are_refused_by_name(tmp_path, method):
     source = saved(tmp_path / "dense", llama_of_whole_blocks)
-    edit(source, quantization_config={"quant_method": method, "bits": 4})
+    change_config(source, quantization_config={"quant_method": method, "bits": 4})
     with pytest.raises(ValueError, match=rf"is quantized \({method}\); fp8 and mxfp4 are dequantized here"):
         streamed(source, tmp_path / "sparse", "magnitude", dequantize=True)
 
@@ -323,11 +294,13 @@ def test_experts_that_transformers_cannot_dequantize_are_refused(tmp_path):
 )
 def test_folders_that_do_not_hold_what_they_say_are_refused(tmp_path, name, change, message):
     source = quantized(tmp_path, *FORMATS[name])
-    tensors = read(source / "model.safetensors")
-    for end, value in change.items():
-        (key,) = [key for key in tensors if "layers.0." in key and key.endswith(end)]
-        tensors.pop(key) if value is None else tensors.update({key: value})
-    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+
+    def changed(tensors: dict[str, Tensor]) -> None:
+        for end, value in change.items():
+            (key,) = [key for key in tensors if "layers.0." in key and key.endswith(end)]
+            tensors.pop(key) if value is None else tensors.update({key: value})
+
+    change_tensors(source / "model.safetensors", changed)
     with pytest.raises(ValueError, match=message):
         streamed(source, tmp_path / "sparse", "magnitude", dequantize=True)
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 import modelopt_sparse as mts
 from modelopt_sparse.checkpoint import save as checkpoint
 from modelopt_sparse.checkpoint.folder import DESCRIPTION
-from tests.checkpoint.folders import outputs, scrambled, sparse
+from tests.checkpoint.folders import files_of, outputs, scrambled, sparse
 from tests.helpers import assert_bits, assert_same_state, state_of, tiny_llama
 from tests.interruptions import interrupted
 from tests.models.net import Net, net
@@ -25,20 +26,32 @@ from tests.models.net import Net, net
 MINE = ("notes.txt", "model_ema.safetensors", "model-old.safetensors", "model.fp16.safetensors")
 
 
+SHARDS = {"max_shard_size": "20KB"}
+
+
 def test_saving_over_a_folder_leaves_only_the_new_model(tmp_path):
-    """One file over shards and back: nothing of the old model is read again, other people's files stay."""
+    """One file over shards and back, plain over packed: nothing of the old model is read again, other people's files
+    stay."""
     first, second = sparse("llama"), mts.sparsify(tiny_llama(), "magnitude", pattern="1:4")
     out = tmp_path / "out"
     out.mkdir()
     for name in MINE:
         (out / name).write_text("mine")
-    for model, options in ((first, {}), (second, {"max_shard_size": "20KB"}), (first, {})):
+    for model, options in (
+        (first, {}),
+        (second, SHARDS),
+        (first, {}),
+        (second, {"packed": True, **SHARDS}),
+        (first, {}),
+    ):
         mts.save(model, out, overwrite=True, **options)
-        assert len(list(out.glob("model-0*"))) == 0 or options
-        assert (out / "model.safetensors").exists() == (not options)
-        assert (out / "model.safetensors.index.json").exists() == bool(options)
+        written = {path.name for path in out.glob("*model*")} - {*MINE}
+        assert (written == {"model.safetensors"}) == (not options)
+        assert any(name.endswith(".index.json") for name in written) == bool(options)
+        assert {name.startswith("packed.") for name in written} == {"packed" in options}
         assert_same_state(mts.load(out), state_of(model))
-        assert_bits(outputs("llama", AutoModelForCausalLM.from_pretrained(out)), outputs("llama", model))
+        if "packed" not in options:
+            assert_bits(outputs("llama", AutoModelForCausalLM.from_pretrained(out)), outputs("llama", model))
     assert {name: (out / name).read_text() for name in MINE} == dict.fromkeys(MINE, "mine")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
@@ -104,27 +117,23 @@ def test_threads_that_save_into_one_folder_leave_the_whole_of_one_model(tmp_path
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-@pytest.mark.parametrize(("number", "started"), [(2**22 + 1, ""), (2**22 + 1, ".7.ab"), (None, ".7.ab")])
-def test_what_a_killed_process_left_is_removed(tmp_path, number, started):
-    """Its number may be that of another process now, this one (None) too."""
-    (tmp_path / f".out.{socket.gethostname()}.{number or os.getpid()}{started}.partial").mkdir()
+@pytest.mark.parametrize("number", [2**22 + 1, os.getpid()])
+def test_what_a_killed_process_left_is_removed(tmp_path, number):
+    """Its number may be that of another process now, this one too."""
+    (tmp_path / f".out.{socket.gethostname()}.{number}.7.ab.partial").mkdir()
     mts.save(sparse("net"), tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-def content(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.is_file()}
 
 
 def test_a_folder_that_is_not_empty_is_written_to_only_when_asked(tmp_path):
     out = tmp_path / "out"
     out.mkdir()
     mts.save(sparse("net"), out)  # an empty one is a new one
-    before = content(out)
+    before = files_of(out)
     for folder in (out, tmp_path):  # the second holds no model
         with pytest.raises(ValueError, match=r"exists and is not empty: give another path, or overwrite=True"):
             mts.save(sparse("llama"), folder)
-    assert content(out) == before
+    assert files_of(out) == before
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     mts.save(sparse("llama"), out, overwrite=True)
     assert_same_state(mts.load(out), state_of(sparse("llama")))
@@ -147,7 +156,7 @@ def test_a_folder_that_others_have_filled_meanwhile_stays_as_they_left_it(tmp_pa
         (tmp_path / "empty").mkdir(exist_ok=True)
         with pytest.raises(ValueError, match=r"has come into being meanwhile: give another, or overwrite=True"):
             mts.save(sparse("llama"), out, companions=[Rival(out)])
-        assert content(out) == {"config.json": b"precious"}
+        assert files_of(out) == {"config.json": b"precious"}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "new"]
 
 
@@ -157,12 +166,12 @@ def test_the_working_directory_and_what_is_above_it_are_refused(tmp_path, monkey
     here.mkdir(parents=True)
     (tmp_path / "link").symlink_to(here)
     (here / "model-00001-of-00002.safetensors").write_bytes(b"weights of yours")
-    before = content(here)
+    before = files_of(here)
     monkeypatch.chdir(here)
     for folder in ("", ".", Path(), here, tmp_path / "link", "..", tmp_path, tmp_path / "above" / "here" / "x" / ".."):
         with pytest.raises(ValueError, match="is the current directory or a folder above it"):
             mts.save(sparse("net"), folder, overwrite=overwrite)
-    assert content(here) == before
+    assert files_of(here) == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["above", "link"]
     mts.save(sparse("net"), "some/where")  # a folder in it is none of these
     mts.restore(scrambled("net"), here / "some" / "where")
@@ -193,14 +202,14 @@ def test_the_folder_that_the_weights_come_from_is_refused(broken, tmp_path, monk
     folder = broken("llama")
     (tmp_path / "link").symlink_to(folder)
     (tmp_path / "elsewhere").mkdir()
-    before = content(folder)
+    before = files_of(folder)
     monkeypatch.chdir(tmp_path)
     model = READ[how](Path("llama") if how != "load" else tmp_path / "link")
     for place in ("llama", folder, "./llama/", "link", tmp_path / "elsewhere" / ".." / "llama"):
         for overwrite in (False, True):
             with pytest.raises(ValueError, match="is the folder that the weights come from, which would be lost"):
                 mts.save(model, place, overwrite=overwrite)
-    assert content(folder) == before
+    assert files_of(folder) == before
     if how in ("load", "restore"):  # these know it wherever the process has gone since
         monkeypatch.chdir(tmp_path / "elsewhere")
         with pytest.raises(ValueError, match="is the folder that the weights come from"):
@@ -217,11 +226,11 @@ def test_the_folder_that_the_weights_come_from_is_refused(broken, tmp_path, monk
 @pytest.mark.parametrize("existing", [False, True])
 def test_a_save_that_is_stopped_changes_nothing(broken, tmp_path, step, existing):
     folder = broken("net") if existing else tmp_path / "deep" / "er" / "out"
-    before = content(folder) if existing else None
+    before = files_of(folder) if existing else None
     with interrupted(checkpoint, step):
         mts.save(sparse("net"), folder, overwrite=existing)
     assert [path.name for path in tmp_path.iterdir()] == ["net"] * existing
-    assert not existing or content(folder) == before
+    assert not existing or files_of(folder) == before
     mts.save(sparse("net"), folder, overwrite=existing)
     mts.restore(scrambled("net"), folder)
 
@@ -270,48 +279,53 @@ def test_a_file_where_a_folder_is_expected_is_refused(tmp_path):
         mts.restore(net(), path)
 
 
-def test_what_has_no_values_cannot_be_saved(tmp_path):
+def on_meta() -> nn.Module:
     with torch.device("meta"):
-        model = Net()
-    with pytest.raises(ValueError, match=r"'first\.weight' is on the meta device.*load the model before saving"):
-        mts.save(model, tmp_path / "out")
-    assert list(tmp_path.iterdir()) == []
+        return Net()
+
+
+class Odd(nn.Linear):
+    def get_extra_state(self) -> dict[str, int]:
+        return {"anything": 1}
+
+    def set_extra_state(self, state: Any) -> None:
+        del state
 
 
 class Graph(nn.Module):
     """Multiplies with a sparse matrix that is no weight."""
 
-    def __init__(self, adjacency: torch.Tensor, persistent: bool = True) -> None:
+    def __init__(self, layout: torch.layout, persistent: bool) -> None:
         super().__init__()
-        self.register_buffer("adjacency", adjacency, persistent=persistent)
+        self.register_buffer("adjacency", torch.eye(9).to_sparse(layout=layout), persistent=persistent)
         self.up, self.down = nn.Linear(16, 24), nn.Linear(24, 16)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(torch.sparse.mm(self.adjacency, self.up(x)).relu())
 
 
+SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc)
+UNSAVABLE: list[tuple[Callable[[], nn.Module], str]] = [
+    (on_meta, r"'first\.weight' is on the meta device.*load the model before saving"),
+    (lambda: nn.Sequential(Odd(8, 4)), r"'0\._extra_state' is a dict: only tensors can be saved without pickle"),
+    *((partial(Graph, x, True), "'adjacency' is a sparse or nested tensor: .* persistent=False") for x in SPARSE),
+]
+
+
 @pytest.mark.filterwarnings("ignore:Sparse")
-@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc])
-def test_sparse_buffers_are_planned_around_and_named_when_saved(tmp_path, layout):
-    model = Graph(torch.eye(9).to_sparse(layout=layout))
-    assert len(mts.make_plan(model, "magnitude", pattern="2:4").layers) == 2
-    mts.sparsify(model, "wanda", pattern="2:4", data_loader=[torch.randn(9, 16) for _ in range(2)], progress=False)
-    with pytest.raises(ValueError, match=r"'adjacency' is a sparse or nested tensor: .* persistent=False"):
-        mts.save(model, tmp_path / "out")
+@pytest.mark.parametrize(("make", "words"), UNSAVABLE)
+def test_what_has_no_dense_values_is_named_and_nothing_is_written(tmp_path, make, words):
+    with pytest.raises(ValueError, match=words):
+        mts.save(make(), tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
-    model = mts.sparsify(Graph(torch.eye(9).to_sparse(layout=layout), persistent=False), "magnitude", pattern="2:4")
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize("layout", SPARSE)
+def test_sparse_buffers_are_planned_around(tmp_path, layout):
+    data = [torch.randn(9, 16) for _ in range(2)]
+    model = mts.sparsify(Graph(layout, False), "wanda", pattern="2:4", data_loader=data, progress=False)
     mts.save(model, tmp_path / "out")
-    again = mts.restore(Graph(torch.eye(9).to_sparse(layout=layout), persistent=False), tmp_path / "out")
+    again = mts.restore(Graph(layout, False), tmp_path / "out")
+    assert len([*mts.named_masks(again)]) == 2
     assert torch.equal(again.up.weight, model.up.weight)
-
-
-def test_state_that_is_no_tensor_cannot_be_saved(tmp_path):
-    class Odd(nn.Linear):
-        def get_extra_state(self):
-            return {"anything": 1}
-
-        def set_extra_state(self, state):
-            del state
-
-    with pytest.raises(ValueError, match=r"'0\._extra_state' is a dict: only tensors can be saved without pickle"):
-        mts.save(nn.Sequential(Odd(8, 4)), tmp_path / "out")

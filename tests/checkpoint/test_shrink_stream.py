@@ -177,10 +177,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "distill": ({"distill": True}, "^distill runs the whole model, .*or load the model and call shrink$"),
     "quality": ({"quality": "max"}, r"^distill \(set by quality='max'\) runs the whole model"),
     "text of its own": ({"self_data": 4}, "^self_data=4 runs the whole model"),
-    "unknown": ({"mpl": 0.25}, "mpl"),
-    "how": ({"blocks_by": "ppl"}, "allowed are 'kl', 'influence'"),
-    "no size": ({"mlp": None}, "none of them"),
-    "heads": ({"mlp": None, "to": {"num_key_value_heads": 1}}, "heads cost far more"),
     "no data": ({"data_loader": None}, "needs calibration data"),
 }
 
