@@ -26,7 +26,7 @@ from tests.models.net import Net, net
 MINE = ("notes.txt", "model_ema.safetensors", "model-old.safetensors", "model.fp16.safetensors")
 
 
-SHARDS = {"max_shard_size": "20KB"}
+SHARDS: dict[str, Any] = {"max_shard_size": "20KB"}
 
 
 def test_saving_over_a_folder_leaves_only_the_new_model(tmp_path):
