@@ -26,7 +26,7 @@ from modelopt_sparse.shrinking.importance import _Seen
 from modelopt_sparse.shrinking.least_squares import gram_scores, least_squares
 from modelopt_sparse.shrinking.plan import HINTS, STALE
 from modelopt_sparse.shrinking.resize import WIDTHS, spans, twin_of
-from modelopt_sparse.shrinking.sizes import ShrinkRequest, sizes_for
+from modelopt_sparse.shrinking.sizes import ShrinkRequest, decided
 from tests.helpers import (
     assert_same_state,
     correlated_inputs,
@@ -310,9 +310,10 @@ def test_a_budget_leaves_the_widest_mlps_for_each_number_of_blocks(budget, left,
         wanted += [(BLOCKS - blocks, max(fitting))] if fitting else []
         if WIDTH in fitting:
             break
-    planned = plan_for(model, Magnitude(), SparsifyConfig(pattern=Unstructured(0.5)))
-    offered = [sizes.changes for sizes in sizes_for(model, planned, ShrinkRequest(budget=budget))]
-    sizes = [[each.get(name, (0, now))[1] for name, now in NOW.items()] for each in offered]
+    config = SparsifyConfig(pattern=Unstructured(0.5))
+    planned = plan_for(model, Magnitude(), config)
+    _, offered = decided(model, planned, ShrinkRequest(budget=budget), config)
+    sizes = [[each.changes.get(name, (0, now))[1] for name, now in NOW.items()] for each in offered]
     assert sizes == [list(pair) for pair in wanted]
     assert len(wanted) > 1
     assert f"num_hidden_layers {wanted[1][0]}" in str(mts.plan_shrink(model, budget=budget))

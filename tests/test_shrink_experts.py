@@ -19,8 +19,8 @@ from modelopt_sparse.distributed import Processes
 from modelopt_sparse.model.devices import flat_tensors
 from modelopt_sparse.model.experts import DOWN, LLAMA4_DOWN
 from modelopt_sparse.shrinking.experts import ExpertSums
-from modelopt_sparse.shrinking.importance import EXPERT_CRITERIA
 from modelopt_sparse.shrinking.least_squares import RoutedCall, refit_experts
+from modelopt_sparse.shrinking.sizes import EXPERT_CRITERIA
 from tests.helpers import assert_bits, assert_same_state, state_of
 from tests.models.every_type import batch_of, strengthen, tiny_model
 from tests.models.expert_models import EXPERTS, GROUPS, LATENT, MODELS, MOE, WIDTH, build

@@ -54,8 +54,8 @@ from modelopt_sparse.plan.planner import distributed_in, plan_for, resolve
 from modelopt_sparse.reports.report import Report, merged_report
 from modelopt_sparse.run import Run
 from modelopt_sparse.shrinking.plan import checked, settings_of_run, shrink_config
-from modelopt_sparse.shrinking.shrink import decided, shrink_to_one
-from modelopt_sparse.shrinking.sizes import ShrinkRequest, sizes_for
+from modelopt_sparse.shrinking.shrink import shrink_to_one
+from modelopt_sparse.shrinking.sizes import ShrinkRequest, decided
 
 IN_MEMORY = "load the model and call"
 UNMEASURED = (
@@ -170,9 +170,7 @@ def shrink_checkpoint(
         empty: Any = checked(empty_model(folder, **remote))
         plan = plan_for(empty, Magnitude(), config)
         names = _block_names(empty, plan, "shrink")
-        asked = asked.in_full(plan)
-        (sizes,) = sizes_for(empty, plan, asked)
-        request = decided(asked, sizes, config)
+        request, sizes = decided(empty, plan, asked, config)
         notes: list[str] = []
         calls = load_calls(config, empty, notes)
 
@@ -182,10 +180,10 @@ def shrink_checkpoint(
             report = Report.begin((), [UNMEASURED], settings_of_run(config, request))
             report.notes += notes
             run = Run(model, of_model, config, storage, processes, report)
-            shrink_to_one(run, [sizes], request, calls)
+            shrink_to_one(run, sizes, request, calls)
             return report
 
-        facts = {**asked._asdict(), "kept": asked.kept and checksum(asked.kept)}
+        facts = {**request._asdict(), "kept": request.kept and checksum(request.kept)}
         started = started_with(plan, config) | {f"option {name}": str(value) for name, value in facts.items()}
         job = _Job(folder, names, started, calls, work_on, dtype, None, remote, spill)
         return _streamed(job, target, processes, overwrite=overwrite)

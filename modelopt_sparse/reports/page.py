@@ -24,18 +24,16 @@ from itertools import takewhile
 from operator import attrgetter
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from jinja2 import Environment, StrictUndefined
 from torch import Tensor
 
 from modelopt_sparse.reports.evaluate import TaskScore, task_scores
+from modelopt_sparse.reports.report import Report
 from modelopt_sparse.reports.text import product_of, steps_text, write_whole
 from modelopt_sparse.reports.values import ERROR_FROM, LayerReport, Shrunk, in_words
-
-if TYPE_CHECKING:
-    from modelopt_sparse.reports.report import Report
 
 NO_PLOTLY = 'the HTML report draws with plotly, which is not installed: pip install "modelopt-sparse[report]"'
 ARROW = "\N{RIGHTWARDS ARROW}"
@@ -47,7 +45,7 @@ CORNER = 64  # rows and columns of a mask that are shown one by one
 CELLS = (96, 192)  # rows and columns of a map of a whole mask
 NUMBER = re.compile(r"(?:^|(?<=\.))\d+(?=\.|$)")
 
-Runs = Sequence[tuple[str, "Report"]]  # each with its title
+Runs = Sequence[tuple[str, Report]]  # each with its title
 Point = tuple[Any, str, float | None]  # (line of a figure, block, value)
 
 
@@ -56,10 +54,10 @@ Point = tuple[Any, str, float | None]  # (line of a figure, block, value)
 
 def write_page(
     path: str | Path,
-    report: "Report",
+    report: Report,
     title: str | None,
     masks: Mapping[str, Tensor],
-    compare: "Report | None",
+    compare: Report | None,
     compare_title: str | None,
 ) -> Path:
     """Write the page of one report, or of two side by side, and return its path. See `Report.to_html`."""
@@ -155,7 +153,7 @@ def _packed(text: str) -> str:
 # texts ----------------------------------------------------------------------------------------------------------------
 
 
-def _one_run(report: "Report") -> dict[str, Any]:
+def _one_run(report: Report) -> dict[str, Any]:
     """What was done and what it cost; and notes, settings, data and versions, of earlier runs as well."""
     parts = {
         "What errors were measured with": {f"error from {short}": text for short, text in report.errors_from().items()},
@@ -185,7 +183,7 @@ def _text(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
-def cost_of(report: "Report") -> dict[str, tuple[str, str]]:
+def cost_of(report: Report) -> dict[str, tuple[str, str]]:
     """What was done and what it cost: name -> (value, more about it)."""
     layers, blocks, measured = report.layers, report.blocks, report.evaluation
     measure, nats = in_words(report.settings.get("divergence"))
@@ -245,7 +243,7 @@ def _duration(seconds: float) -> str:
 # tables ---------------------------------------------------------------------------------------------------------------
 
 
-def _tables(report: "Report") -> list[Table]:
+def _tables(report: Report) -> list[Table]:
     """A row for each score, each layer, each block, and each weight that stays dense."""
     layers, blocks, scores = report.layers, report.blocks, [*task_scores(report.tasks or {})]
     errors = {f"error after {step}": [_error_after(layer, step) for layer in layers] for step in _steps_of(layers)}
@@ -320,7 +318,7 @@ def _notes(rows: Iterable[Any]) -> list[str | None]:
 # figures of one run ---------------------------------------------------------------------------------------------------
 
 
-def figures_of(report: "Report", masks: Mapping[str, Tensor]) -> list[Figure | None]:
+def figures_of(report: Report, masks: Mapping[str, Tensor]) -> list[Figure | None]:
     """The figures of one run, in the page's order.
 
     masks: bool masks to draw, by parameter name.
@@ -376,7 +374,7 @@ def _shrunk(shrunk: Shrunk) -> list[Figure | None]:
     ]
 
 
-def drawn_masks(report: "Report", names: Iterable[str]) -> list[str]:
+def drawn_masks(report: Report, names: Iterable[str]) -> list[str]:
     """The masks that a page shows: at most six of ``names``, of the layers with the largest errors."""
     errors = {layer.parameter: _last(layer) or 0.0 for layer in report.layers}
     return sorted(names, key=lambda name: -errors.get(name, 0.0))[:MAPS]
@@ -433,7 +431,7 @@ def _tried(budget: Mapping[str, Any]) -> Figure | None:
         "cliponaxis": False,
     }
     room = [0, 1.25 * max(filter(None, tried.values()), default=1)]  # for the longest bar's text
-    caption = f"Plans for a budget of {escape(str(budget['asked']))}, on the batches held back, before any repair."
+    caption = f"Plans for a budget of {budget['asked']}, on the batches held back, before any repair."
     label = "{} from dense, in {}".format(*in_words(budget.get("divergence")))
     layout = {"xaxis": _axis(label, range=room), "yaxis": {"autorange": "reversed"}}
     return Figure("tried", "Plans tried", caption, [bars], layout)
@@ -450,7 +448,7 @@ def _experts(layers: Sequence[LayerReport]) -> Figure | None:
     return _map("experts", "Tokens of experts", caption, points, "tokens", "expert")
 
 
-def _mask_maps(masks: Mapping[str, Tensor], report: "Report") -> Figure:
+def _mask_maps(masks: Mapping[str, Tensor], report: Report) -> Figure:
     """Draw the first rows and columns of each mask one by one, and all of it as fractions of zeros."""
     # groups of convolutions too are matrices, one after the other in the mask
     stacks = {layer.parameter for layer in report.layers if len(layer.shape) == 3 and "Conv" not in layer.type}
@@ -547,7 +545,7 @@ def _percent(layer: LayerReport) -> float:
     return 100 * layer.zeros / layer.size
 
 
-def _spent(report: "Report") -> list[Point]:
+def _spent(report: Report) -> list[Point]:
     """The seconds of each step of each layer, and of the reconstruction of blocks."""
     spent: list[Point] = [(step.step, _block(layer), step.seconds) for layer in report.layers for step in layer.steps]
     return [*spent, *(("reconstruct", place_of(block.name)[0], block.seconds) for block in report.blocks)]

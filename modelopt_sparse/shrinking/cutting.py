@@ -55,13 +55,11 @@ class Choice:
     tokens: Tensor | None = None
     gates_gone: float = 0.0
 
-    def with_zeros(self, *, refitted: bool) -> Tensor:
-        """The layer's values, with zeros for the channels that go; ``refitted``: with the new values for the others."""
+    def with_zeros(self) -> Tensor:
+        """The layer's values, with zeros for the channels that go."""
         old, dim = self.group.consumer.values, self.group.span.dim
         stay = self.stay.to(old.device)
-        new = self.values if refitted else None
-        values = old.index_select(dim, stay) if new is None else new.to(old.device)
-        return torch.zeros_like(old).index_copy(dim, stay, values)
+        return torch.zeros_like(old).index_copy(dim, stay, old.index_select(dim, stay))
 
 
 # other forwards -------------------------------------------------------------------------------------------------------
@@ -206,20 +204,16 @@ class Cutting:
                 small = self.cut_clone(model)
                 run = replace(data.run, model=small, plan=plan_for(small, Magnitude(), data.run.config))
                 narrow = first_output(replace(data, run=run))
-            with skipped(model, self.gone), self.tried_in(model):
+            zeros = called_with({choice.group.consumer: choice.with_zeros for choice in self.chosen})
+            with skipped(model, self.gone), zeros:
                 wanted = first_output(data)
             bound = rounding(data.run) if self.choices else SAME
             differs = not float((narrow - wanted).norm()) <= bound * float((wanted - dense).norm())
         return any(data.run.processes.all_gather("how the model is cut", differs))
 
-    def tried_in(self, model: nn.Module, *, values: bool = False) -> AbstractContextManager[None]:
-        """While entered, the model runs with zeros for the channels that go, or without the experts that do."""
-        if self.sizes.experts:
-            return self.in_calls(model, values=values)
-        return called_with({x.group.consumer: partial(x.with_zeros, refitted=values) for x in self.chosen})
-
     def in_calls(self, model: nn.Module, *, values: bool = False) -> AbstractContextManager[None]:
-        """While entered, a block that is called runs as one with fewer channels or experts."""
+        """While entered, a block that is called runs as one with fewer channels or experts; ``values``: with better
+        ones."""
         return changed_in_calls(model, self.choices, partial(self.block, values=values))
 
     def block(self, block: nn.Module, name: str, *, values: bool = True) -> None:

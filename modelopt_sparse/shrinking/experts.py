@@ -83,10 +83,12 @@ class ExpertSums:
 
     def choice(self, mixture: ExpertGroup, request: ShrinkRequest) -> Choice:
         """Choose the experts of a mixture that stay, by the criterion, as many in each group."""
-        fixed = request.fixed.get(mixture.consumer.name)
+        name, protected = mixture.consumer.name, request.protect or {}
+        fixed = request.fixed.get(name)
         if fixed is None:
             scores, groups = self.scores(request.criterion), mixture.groups
-            in_groups = scores.index_fill(0, torch.tensor(mixture.protected, dtype=torch.long), torch.inf)
+            stays = torch.tensor(protected.get(name, ()), dtype=torch.long)
+            in_groups = scores.index_fill(0, stays, torch.inf)
             stay = largest(in_groups.view(groups, -1), mixture.span.new // groups)
             stay = (stay + torch.arange(groups)[:, None] * (len(scores) // groups)).flatten()
         else:

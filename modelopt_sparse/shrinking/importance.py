@@ -32,9 +32,6 @@ from modelopt_sparse.shrinking.resize import BlockCount, ChannelGroup
 from modelopt_sparse.shrinking.sizes import ShrinkRequest
 
 Found = TypeVar("Found")
-CRITERIA = ("gram", "norm", "minitron")  # of channels, and of experts; the first is the default
-EXPERT_CRITERIA = ("reap", "reap_sum", "frequency")
-BLOCKS_BY = ("kl", "influence")
 BLOCK_ROWS = 8  # rows of data that blocks are chosen by
 JUDGING = " (held back)"  # added to a layer's name where its inputs judge
 OTHER_KIND = "the others would be of another kind at their new places"

@@ -19,7 +19,7 @@ from modelopt_sparse.plan.plan import memory_table
 from modelopt_sparse.plan.planner import plan_for
 from modelopt_sparse.reports.text import Printed, refuse_unknown
 from modelopt_sparse.shrinking.resize import spans, twin_of
-from modelopt_sparse.shrinking.sizes import NO_HEADS, WAYS, ShrinkRequest, costs, sizes_for
+from modelopt_sparse.shrinking.sizes import NO_HEADS, WAYS, ShrinkRequest, costs, decided
 
 # the options of `sparsify` that shrink takes too
 TAKEN = (
@@ -109,11 +109,11 @@ def plan_shrink(model: nn.Module, *, batch_size: int | None = None, length: int 
     request = ShrinkRequest.taken_from(options)
     config = shrink_config({**options, **({"batch_size": batch_size} if batch_size else {})}, only_planned=True)
     planned = plan_for(plain, Magnitude(), config)
-    first, *rest = sizes_for(plain, planned, request.in_full(planned))
+    request, (first, *rest) = decided(plain, planned, request, config)
     twins = twin_of(plain, {}), first.narrow(plain, first.stay)
     old, new = (costs(twin, batch_size or 1, length) for twin in twins)
     groups = [group for block_groups in first.groups_in(plain, planned).values() for group in block_groups]
-    refitted = {group.consumer.name: first.refits(config, request.refit) for group in groups}
+    refitted = dict.fromkeys((group.consumer.name for group in groups), request.refit)
     _, streamed = estimated(plain, planned.layers, planned.stacks, replace(config, enforce=False), refitted)
     streamed = {place: {part: size for part, size in held.items() if size} for place, held in streamed.items()}
     notes = [f"calls are of {batch_size or 1} x {length} tokens", STALE]

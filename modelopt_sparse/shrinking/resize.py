@@ -308,15 +308,13 @@ class ExpertGroup:
     """The experts of a mixture in a block: slices of the experts' own tensors, and of the router's.
 
     consumer: the layer of their last matrices. span: the experts in it. spans: in all tensors. groups: the router
-    chooses among groups of experts that follow each other, of each of which as many stay. protected: experts that do,
-    whatever their scores.
+    chooses among groups of experts that follow each other, of each of which as many stay.
     """
 
     consumer: Layer
     span: Span
     spans: tuple[Span, ...]
     groups: int = 1
-    protected: tuple[int, ...] = ()
 
     def cuts(self, stay: Tensor) -> dict[tuple[str, int], Tensor]:
         """The indices for `resize_module` and `select` that keep the experts ``stay``, and all that follows the experts

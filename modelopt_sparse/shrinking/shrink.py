@@ -22,12 +22,11 @@ from modelopt_sparse.accuracy.tuning import BatchNumbers
 from modelopt_sparse.calibration.data import Call
 from modelopt_sparse.calibration.dense import blocks_in_call_order, run_dense
 from modelopt_sparse.calibration.forward import CalibrationData
-from modelopt_sparse.checks import check_choice, check_flag
 from modelopt_sparse.distributed import Processes
 from modelopt_sparse.methods.scores import Magnitude
 from modelopt_sparse.model.devices import flat_tensors, input_device, run_eagerly
 from modelopt_sparse.model.hf import longest_window, writes_text
-from modelopt_sparse.plan.options import Reconstruct, SparsifyConfig
+from modelopt_sparse.plan.options import Reconstruct
 from modelopt_sparse.plan.plan import common_to_processes
 from modelopt_sparse.plan.planner import plan_for
 from modelopt_sparse.reports.report import Report, attach_report
@@ -36,9 +35,9 @@ from modelopt_sparse.run import InMemory, Run, calibrating
 from modelopt_sparse.shrinking import experts as mixtures
 from modelopt_sparse.shrinking import importance
 from modelopt_sparse.shrinking.cutting import Choice, Cutting, skipped
-from modelopt_sparse.shrinking.importance import BLOCKS_BY, CRITERIA, EXPERT_CRITERIA, Judge
+from modelopt_sparse.shrinking.importance import Judge
 from modelopt_sparse.shrinking.plan import STALE, checked, settings_of_run, shrink_config
-from modelopt_sparse.shrinking.sizes import ShrinkRequest, TargetSizes, costs, sizes_for
+from modelopt_sparse.shrinking.sizes import ShrinkRequest, TargetSizes, costs, decided
 
 LITTLE = 0.25  # an error from which on a block had no channels to spare
 CALLS = {"seconds of 1 x 128 tokens": 128, "seconds of one token": 1}
@@ -100,9 +99,7 @@ def shrink(
         config = config if processes.rank == 0 else replace(config, progress=False)
         plan = plan_for(plain, Magnitude(), config)
         what_goes = mlp, blocks, experts, to, budget, kept, protect, multiple_of, tensor_parallel
-        request = ShrinkRequest(*what_goes, criterion, refit, blocks_by).in_full(plan)
-        sizes = sizes_for(plain, plan, request)
-        request = decided(request, sizes[0], config)
+        request, sizes = decided(plain, plan, ShrinkRequest(*what_goes, criterion, refit, blocks_by), config)
         if processes.size > 1:
             facts = common_to_processes(plain, plan, config)
             facts |= {"the sizes": "; ".join(map(str, sizes)), "how it is chosen what goes": str(request)}
@@ -111,17 +108,6 @@ def shrink(
         shrink_to_one(Run(plain, plan, config, InMemory(), processes, report), sizes, request)
         processes.barrier()
     return model
-
-
-def decided(request: ShrinkRequest, sizes: TargetSizes, config: SparsifyConfig) -> ShrinkRequest:
-    """The request with the options that say how it is chosen what goes, checked and filled in."""
-    criteria = EXPERT_CRITERIA if sizes.experts else CRITERIA
-    criterion = criteria[0] if request.criterion is None else request.criterion
-    check_choice("criterion", criterion, criteria)
-    check_choice("blocks_by", request.blocks_by, BLOCKS_BY)
-    refit = sizes.refits(config, request.refit)
-    check_flag("refit", refit)
-    return request._replace(criterion="given" if request.kept else criterion, refit=refit)
 
 
 def shrink_to_one(
@@ -235,7 +221,7 @@ def _measure(cutting: Cutting, judge: Judge, request: ShrinkRequest, run: Run, s
         gone = fmean(choice.gates_gone for choice in cutting.chosen)
         run.report.notes.append(f"{gone:.1%} of all gates lay on the experts that go")
     for step in ("as is", "refit") if cutting.choices and request.refit else ("as is",):
-        with cutting.tried_in(run.model, values=step == "refit"):
+        with cutting.in_calls(run.model, values=step == "refit"):
             judge.measure(step, shrunk)
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
-from modelopt_sparse.checks import check_whole, is_whole, plain_number
+from modelopt_sparse.checks import check_choice, check_flag, check_whole, is_whole, plain_number
 from modelopt_sparse.methods.patterns import Unstructured, parse_pattern
 from modelopt_sparse.model.devices import full_name, map_leaves
 from modelopt_sparse.model.experts import LAST, RoutedAdapter
@@ -44,6 +44,9 @@ COUNTED = {"params": "parameters", "bytes": "bytes", "flops": "FLOPs of a call"}
 SCALES = {"K": "e3", "M": "e6", "G": "e9", "T": "e12"}
 CALL = 1, 1024  # of the FLOPs of a budget: windows and tokens
 WAYS = "mlp=0.25 (a quarter of the MLP channels goes), blocks=4 (four blocks go) or budget='70% params' (what stays)"
+# what channels and experts are chosen by, the default first, and what blocks are
+CRITERIA, EXPERT_CRITERIA = ("gram", "norm", "minitron"), ("reap", "reap_sum", "frequency")
+BLOCKS_BY = ("kl", "influence")
 NO_HEADS = "heads cost far more accuracy for their parameters than channels and blocks: give mlp= or blocks="
 
 # sizes ----------------------------------------------------------------------------------------------------------------
@@ -77,7 +80,8 @@ class ShrinkRequest(NamedTuple):
 
     def in_full(self, planned: Plan) -> "ShrinkRequest":
         """The request in plain numbers, with ``kept`` as a choice (`kept_in`) in which each mixture goes by the name of
-        the layer of its last matrices, whichever module around it other tools name."""
+        the layer of its last matrices, whichever module around it other tools name. `decided` does the rest: then no
+        criterion is None, no refit, and ``protect`` goes by these layers too."""
         request = map_leaves(plain_number, self)
         if request.kept is None:
             return request
@@ -96,7 +100,6 @@ class TargetSizes:
     experts: the same of the number of experts, and of heads that predict further tokens, which become none.
     groups: how many groups the experts are routed in.
     depth: the number of blocks. stay: indices of those that stay; unless they are ``named``, data chooses so many.
-    protected: layer of a mixture's last matrices -> experts that stay, whatever their scores.
     """
 
     width: Mapping[str, tuple[int, int]]
@@ -105,7 +108,6 @@ class TargetSizes:
     depth: BlockCount | None = None
     stay: Sequence[int] = ()
     named: bool = False
-    protected: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
     def __str__(self) -> str:
         """Text such as "intermediate_size 288, num_hidden_layers 5"."""
@@ -126,21 +128,30 @@ class TargetSizes:
     def groups_in(self, model: PreTrainedModel, planned: Plan) -> Mapping[str, Sequence[Any]]:
         """Block -> its channels that go together, or its mixtures, of which the smaller model has fewer."""
         narrow, blocks = self.narrow(model), layers_by_block(planned)
-        if not self.experts:
-            return channels_in(model, narrow, blocks) if self.width else {}
-        return {
-            name: [replace(x, protected=tuple(self.protected.get(x.consumer.name, ()))) for x in mixtures]
-            for name, mixtures in experts_in(model, narrow, blocks, self.groups).items()
-        }
-
-    def refits(self, config: SparsifyConfig, refit: bool | None) -> bool:
-        """Whether values are fitted. None: not those of experts whose blocks are reconstructed, which does as well."""
-        return not self.experts or config.reconstruct is None if refit is None else refit
+        if self.experts:
+            return experts_in(model, narrow, blocks, self.groups)
+        return channels_in(model, narrow, blocks) if self.width else {}
 
 
-def sizes_for(model: PreTrainedModel, planned: Plan, request: ShrinkRequest) -> list[TargetSizes]:
-    """Turn the user's request, in full, into sizes; a budget leaves several, by blocks. ``planned``: of the model as it
-    is."""
+def decided(
+    model: PreTrainedModel, planned: Plan, request: ShrinkRequest, config: SparsifyConfig
+) -> tuple[ShrinkRequest, list[TargetSizes]]:
+    """(the request checked and in full, the sizes that it leads to: several, by blocks, of a budget). ``planned``: of
+    the model as it is."""
+    request = request.in_full(planned)
+    sizes = _sizes_for(model, planned, request)
+    experts = bool(sizes[0].experts)
+    criteria = EXPERT_CRITERIA if experts else CRITERIA
+    criterion = criteria[0] if request.criterion is None else request.criterion
+    check_choice("criterion", criterion, criteria)
+    check_choice("blocks_by", request.blocks_by, BLOCKS_BY)
+    refit = not experts or config.reconstruct is None if request.refit is None else request.refit
+    check_flag("refit", refit)
+    protect = _protected(request.protect or {}, model, planned, sizes[0])
+    return request._replace(criterion="given" if request.kept else criterion, refit=refit, protect=protect), sizes
+
+
+def _sizes_for(model: PreTrainedModel, planned: Plan, request: ShrinkRequest) -> list[TargetSizes]:
     passed = [name for name in ShrinkRequest._fields[:6] if getattr(request, name) is not None]
     if len(passed) != 1 and passed not in (["mlp", "blocks"], ["blocks", "experts"]):
         ways = "blocks= with mlp= or experts=, or to=, or budget=, or kept="
@@ -173,7 +184,7 @@ def sizes_for(model: PreTrainedModel, planned: Plan, request: ShrinkRequest) -> 
     sizes.narrow(model, sizes.stay)
     if request.kept is not None:
         _check_kept(request.kept, model, planned, sizes)
-    return [replace(sizes, protected=_protected(request.protect or {}, model, planned, sizes))]
+    return [sizes]
 
 
 def layers_by_block(planned: Plan) -> dict[str, tuple[nn.Module, list[Layer]]]:
@@ -330,9 +341,8 @@ def _sizes_of(choice: Mapping[str, Any], planned: Plan) -> dict[str, Any]:
     gone: dict[str, Any] = {}
     for option, unit, dim in (("mlp", "channels", -1), ("experts", "experts", 0)):
         sizes = {layer_plan.name: layer_plan.shape[dim] for layer_plan in planned.layers}
-        counts = set()
-        for name, indices in choice.get(option, {}).items():
-            counts.add(len(_gone(name, indices, sizes.get(name, 0), unit)))
+        layers = choice.get(option, {}).items()
+        counts = {len(_gone(name, indices, sizes.get(name, 0), unit)) for name, indices in layers}
         if len(counts) > 1:
             raise ValueError(f"kept= has different numbers of {unit}: all blocks must have as many")
         gone[option] = next(iter(counts), None)
