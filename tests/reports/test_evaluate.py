@@ -1,4 +1,4 @@
-"""Perplexity and KL divergence, against loops over single predictions; and scores that lm-evaluation-harness wrote."""
+"""Perplexity and KL divergence, against loops over single predictions."""
 
 import json
 import math
@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from transformers import BertConfig, BertForSequenceClassification, LlamaForCausalLM
 
 import modelopt_sparse as mts
-from modelopt_sparse.reports.evaluate import task_scores
 from modelopt_sparse.reports.report import Report
 from tests.helpers import tiny_llama
 
@@ -183,38 +182,6 @@ def test_the_bar(capsys, progress, shown):
     caught = capsys.readouterr()
     assert caught.out == ""
     assert ("evaluate" in caught.err) == shown
-
-
-RESULTS = {  # as lm-evaluation-harness 0.4 writes them: a group, a task of it, a filter, a group without scores
-    "first": {"acc,none": 0.6, "acc_stderr,none": 0.05, "alias": "first"},
-    "part": {"alias": " - part", "sample_len": 9, "acc,none": 0.25, "acc_stderr,none": "N/A", "acc_norm,none": 1},
-    "third": {"alias": "third", "exact_match,strict-match": 0.0, "exact_match_stderr,strict-match": 0.0},
-    "all": {"alias": "all", " ": " "},
-}
-FOUND = [
-    ("first", "acc", 0.6, 0.05),
-    ("part", "acc", 0.25, None),
-    ("part", "acc_norm", 1, None),
-    ("third", "exact_match (strict-match)", 0.0, 0.0),
-]
-
-
-def test_scores_are_found_in_what_the_harness_writes():
-    assert [*task_scores(RESULTS)] == FOUND
-
-
-def test_a_report_holds_them(tmp_path):
-    model = mts.sparsify(tiny_llama(), "magnitude", progress=False)
-    report = mts.report(model)
-    report.tasks = RESULTS
-    assert Report.from_dict(json.loads(report.to_json())).tasks == RESULTS
-    mts.save(model, tmp_path / "sparse")
-    again = mts.report(tmp_path / "sparse")
-    assert again.tasks == RESULTS
-    head, _, *rows = str(again).splitlines()[-6:]
-    assert head.split() == ["task", "metric", "score"]
-    assert rows[0].split() == ["first", "acc", "0.6000", "\N{PLUS-MINUS SIGN}", "0.0500"]
-    assert rows[1].split() == ["part", "acc", "0.2500"]
 
 
 NO_TOKENS = [

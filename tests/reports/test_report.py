@@ -1,6 +1,7 @@
 """What a report says: the error of each layer against its inputs, the time of each part, what stays with it."""
 
 import copy
+import json
 import time
 
 import pytest
@@ -12,6 +13,7 @@ from modelopt_sparse.reports.page import cost_of
 from tests.helpers import tiny_llama, token_batches
 from tests.oracles import reference
 from tests.oracles.brute_force import inputs_of
+from tests.reports.pages import full_report, shrunk_report
 
 RULES = {"*o_proj": {"method": "wanda"}, "*.down_proj": {"method": "magnitude"}, "*.layers.1.*": {"method": "ria"}}
 
@@ -134,12 +136,13 @@ def test_permutation_is_a_part_of_what_blocks_take():
     assert sum(parts.values()) == pytest.approx(sum(report.seconds.values()) - report.seconds["permutation"])
 
 
-def test_an_evaluation_stays_with_the_report(llama, tmp_path):
+def test_what_was_measured_stays_with_the_report(llama, tmp_path):
     mts.save(llama, tmp_path / "sparse")
     assert mts.report(tmp_path / "sparse").evaluation == mts.report(llama).evaluation
-    assert mts.report(llama).text().endswith(" tokens")
     again = mts.sparsify(mts.load(tmp_path / "sparse"), "magnitude", pattern="1:4", progress=False)
     assert mts.report(again).evaluation is None, "it was measured before this run"
+    for report in (full_report(), shrunk_report()):
+        assert mts.Report.from_dict(json.loads(report.to_json())) == report
 
 
 def test_the_time_of_blocks_is_split_for_a_first_run_alone():
