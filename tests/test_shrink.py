@@ -26,7 +26,7 @@ from modelopt_sparse.shrinking.importance import _Seen
 from modelopt_sparse.shrinking.least_squares import gram_scores, least_squares
 from modelopt_sparse.shrinking.plan import HINTS, STALE
 from modelopt_sparse.shrinking.resize import WIDTHS, spans, twin_of
-from modelopt_sparse.shrinking.sizes import ShrinkRequest, decided
+from modelopt_sparse.shrinking.sizes import COUNTED, ShrinkRequest, costs, decided
 from tests.helpers import (
     assert_same_state,
     correlated_inputs,
@@ -44,6 +44,7 @@ SPLIT = ("InterleavedLlama", "SplitLlama")
 QUICK = ("Llama", "GPT2", "Phi3", "Gemma2", "Dinov2", *SPLIT)
 USUAL = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
 T5 = "T5/T5ForConditionalGeneration"
+llama = functools.partial(shrinkable, "Llama")
 
 
 def output(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -184,17 +185,6 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_refused_with_the_model_untouched(case):
-    options, problem = REFUSED[case]
-    model = shrinkable("Llama")
-    before = state_of(model)
-    with pytest.raises((ValueError, TypeError), match=problem):
-        mts.shrink(model, **{**LOADER, "progress": False, **options})
-    assert_same_state(model, before)
-    assert model.config.intermediate_size == WIDTH
-
-
 MODELS = {
     "places": (lambda: shrinkable("ScaledByPlace"), {"blocks": [1]}, "depend on their index"),
     "near places": (lambda: shrinkable("ScaledByPlace"), {"blocks": [2]}, "depend on their index"),
@@ -202,17 +192,21 @@ MODELS = {
     "softmax": (lambda: shrinkable("SoftmaxLlama"), {"mlp": 0.25}, "MLPs cannot be cut"),
     "two stacks": (lambda: shrinkable(T5), {"to": {"num_layers": 1, "num_decoder_layers": 1}}, "two stacks: shrink"),
     "two sizes": (lambda: shrinkable("Qwen3Moe", mlp_only_layers=[0, 2]), {"budget": "80% params"}, "differ in size"),
-    "sparse": (lambda: mts.sparsify(shrinkable("Llama"), "magnitude", pattern="2:4"), {"mlp": 0.25}, "is sparse"),
+    "sparse": (lambda: mts.sparsify(llama(), "magnitude", pattern="2:4"), {"mlp": 0.25}, "is sparse"),
     "not of transformers": (lambda: nn.Linear(4, 4), {"mlp": 0.25}, "a Linear has none"),
     **{name: (functools.partial(shrinkable, name), {"mlp": 0.25}, why) for name, why in NO_WIDTH.items()},
 }
 
 
-@pytest.mark.parametrize("case", MODELS)
-def test_models_that_are_refused(case):
-    make, options, problem = MODELS[case]
-    with pytest.raises(ValueError, match=problem):
-        mts.shrink(make(), **options, **LOADER, progress=False)
+@pytest.mark.parametrize("case", [*REFUSED, *MODELS])
+def test_refused_with_the_model_untouched(case):
+    make, options, problem = MODELS.get(case) or (llama, *REFUSED[case])
+    model = make()
+    before = state_of(model)
+    with pytest.raises((ValueError, TypeError), match=problem):
+        mts.shrink(model, **{**LOADER, "progress": False, **options})
+    assert_same_state(model, before)
+    assert make is not llama or model.config.intermediate_size == WIDTH
 
 
 def test_a_loss_does_not_stand_for_what_the_model_puts_out():
@@ -240,7 +234,7 @@ def test_influence_is_for_blocks_that_can_be_run_by_themselves():
 
 
 def test_the_plan_is_what_is_made():
-    model = shrinkable("Llama")
+    model = llama()
     plan = mts.plan_shrink(model, mlp=0.5, blocks=1)
     assert plan.changes["intermediate_size"] == (WIDTH, 24)
     assert "which blocks go is chosen with data" in str(plan)
@@ -253,9 +247,9 @@ def test_the_plan_is_what_is_made():
     assert old - new == block + attention + 2 * 1024 * 32 * 3 * WIDTH + 3 * lost
 
 
-def test_numbers_may_be_those_of_numpy(llama):
+def test_numbers_may_be_those_of_numpy():
     for options in ({"blocks": np.int64(1)}, {"blocks": [np.int64(3)]}, {"to": {"num_hidden_layers": np.int32(3)}}):
-        plan = mts.plan_shrink(llama, **options)
+        plan = mts.plan_shrink(llama(), **options)
         assert json.loads(plan.to_json())["changes"]["num_hidden_layers"] == [4, 3]
 
 
@@ -274,49 +268,32 @@ def test_widths_are_rounded(share, old, multiple_of, devices, new):
     assert plan.changes["intermediate_size"] == (old, new)
 
 
-NOW = {"num_hidden_layers": BLOCKS, "intermediate_size": WIDTH}
-KEYS = {"params": "parameters", "flops": "FLOPs of a call", "bytes": "bytes"}
-
-
-@functools.cache
-def costs_of(model: Any, blocks: int, width: int) -> dict[str, int]:
-    """What a model of these sizes costs, by its plan; as it is if they are its own."""
-    now = {"num_hidden_layers": len(model.model.layers), "intermediate_size": model.config.intermediate_size}
-    sizes = {"num_hidden_layers": now["num_hidden_layers"] - blocks, "intermediate_size": width}
-    changed = dict(sizes.items() - now.items())
-    plan = mts.plan_shrink(model, to=changed) if changed else mts.plan_shrink(model, mlp=8)
-    return {name: pair[bool(changed)] for name, pair in plan.changes.items()}
-
-
-def cost_of(model: Any, budget: str, blocks: int, width: int) -> int:
-    return costs_of(model, blocks, width)[KEYS[budget.split()[-1]]]
-
-
-@pytest.fixture(scope="module")
-def llama() -> PreTrainedModel:
-    return shrinkable("Llama")
+def cost_of(config: Any, budget: str, **sizes: int) -> int:
+    """What a model of these sizes costs."""
+    with torch.device("meta"):
+        model = LlamaForCausalLM(type(config).from_dict({**config.to_dict(), **sizes}))
+    return costs(model, 1, 1024)[COUNTED[budget.split()[-1]]]
 
 
 @pytest.mark.parametrize(
     ("budget", "left"),
     [("70% params", 0.7), ("96% flops", 0.96), ("0.1MB bytes", 1e5), ("1e5 bytes", 1e5), ("55% params", 0.55)],
 )
-def test_a_budget_leaves_the_widest_mlps_for_each_number_of_blocks(budget, left, llama):
-    model = llama
-    ceiling = left if left > 1 else left * cost_of(model, budget, 0, WIDTH)
-    wanted = []
-    for blocks in range(BLOCKS):
-        fitting = [width for width in range(8, WIDTH + 1, 8) if cost_of(model, budget, blocks, width) <= ceiling]
-        wanted += [(BLOCKS - blocks, max(fitting))] if fitting else []
-        if WIDTH in fitting:
+def test_a_budget_leaves_the_widest_mlps_for_each_number_of_blocks(budget, left):
+    model, wanted = llama(), []
+    ceiling = left if left > 1 else left * cost_of(model.config, budget)
+    for blocks in range(BLOCKS, 0, -1):
+        widths = [{"num_hidden_layers": blocks, "intermediate_size": width} for width in range(8, WIDTH + 1, 8)]
+        fitting = [sizes for sizes in widths if cost_of(model.config, budget, **sizes) <= ceiling]
+        wanted += fitting[-1:]
+        if len(fitting) == len(widths):
             break
     config = SparsifyConfig(pattern=Unstructured(0.5))
-    planned = plan_for(model, Magnitude(), config)
-    _, offered = decided(model, planned, ShrinkRequest(budget=budget), config)
-    sizes = [[each.changes.get(name, (0, now))[1] for name, now in NOW.items()] for each in offered]
-    assert sizes == [list(pair) for pair in wanted]
+    _, offered = decided(model, plan_for(model, Magnitude(), config), ShrinkRequest(budget=budget), config)
+    now = {"num_hidden_layers": BLOCKS, "intermediate_size": WIDTH}
+    assert [now | {name: new for name, (_, new) in sizes.changes.items()} for sizes in offered] == wanted
     assert len(wanted) > 1
-    assert f"num_hidden_layers {wanted[1][0]}" in str(mts.plan_shrink(model, budget=budget))
+    assert f"num_hidden_layers {wanted[1]['num_hidden_layers']}" in str(mts.plan_shrink(model, budget=budget))
 
 
 def test_bytes_are_those_of_each_tensors_own_dtype():
@@ -331,7 +308,7 @@ def test_bytes_are_those_of_each_tensors_own_dtype():
 
 
 def test_numbers_that_the_user_has_set_in_modules_stay():
-    model = shrinkable("Llama")
+    model = llama()
     model.model.norm.variance_epsilon = 0.5
     model.model.layers[0].self_attn.attention_dropout = 0.25
     mts.shrink(model, mlp=0.25, blocks=[2], **LOADER, progress=False)
@@ -340,7 +317,7 @@ def test_numbers_that_the_user_has_set_in_modules_stay():
 
 
 def test_a_budget_is_kept():
-    model = shrinkable("Llama")
+    model = llama()
     mts.shrink(model, budget="70% params", tensor_parallel=2, **LOADER, progress=False)
     assert mts.report(model).settings["tensor_parallel"] == 2
     old, new = mts.report(model).shrunk.costs["parameters"]
@@ -356,35 +333,42 @@ def test_a_budget_takes_the_best_of_all_pairs():
     """Of all numbers of blocks and multiples of 32, each shrunk for itself and reconstructed as long as it may be."""
     batches = list(trained_windows("calibration.txt", 128)[:16].split(4))
     model, budget = trained_model(), "70% params"
-    ceiling = 0.7 * cost_of(model, budget, 0, 384)
-    divergences = {}
-    for blocks in range(5):
-        fitting = [width for width in range(32, 385, 32) if cost_of(model, budget, blocks, width) <= ceiling]
-        for width in fitting[-1:]:
-            other = trained_model()
-            sizes = {"num_hidden_layers": 6 - blocks} if blocks else {}
-            sizes |= {"intermediate_size": width} if width < 384 else {}
-            mts.shrink(other, to=sizes, data_loader=batches, progress=False, reconstruct=2)
-            divergences[6 - blocks, width] = mts.report(other).shrunk.kl["reconstructed"]
+    ceiling, divergences = 0.7 * cost_of(model.config, budget), {}
+    for blocks in range(6, 1, -1):
+        widths = [{"num_hidden_layers": blocks, "intermediate_size": width} for width in range(32, 385, 32)]
+        for sizes in [x for x in widths if cost_of(model.config, budget, **x) <= ceiling][-1:]:
+            other, changed = trained_model(), dict(sizes.items() - model.config.to_dict().items())
+            mts.shrink(other, to=changed, data_loader=batches, progress=False, reconstruct=2)
+            divergences[(*sizes.values(),)] = mts.report(other).shrunk.kl["reconstructed"]
     mts.shrink(model, budget=budget, multiple_of=32, data_loader=batches, progress=False)
     best = min(divergences, key=divergences.__getitem__)
     assert (model.config.num_hidden_layers, model.config.intermediate_size) == best
 
 
-def test_what_was_kept_is_taken_back(tmp_path):
-    first, second, third = (shrinkable("Llama") for _ in range(3))
-    mts.shrink(first, mlp=0.25, blocks=1, **LOADER, progress=False)
-    mts.shrink(second, kept=mts.report(first).shrunk, **LOADER, progress=False)
-    mts.save(first, tmp_path / "first")
-    section = json.loads((tmp_path / "first" / "sparsity.json").read_text())["report"]["shrunk"]
-    mts.shrink(third, kept=section, **LOADER, progress=False)
-    for other in (second, third, mts.load(tmp_path / "first")):
-        assert_same_state(other, state_of(first))
-    assert mts.report(tmp_path / "first").shrunk == mts.report(first).shrunk
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [(llama, {"mlp": 0.25, "blocks": 1}), (functools.partial(shrinkable, "Mixtral"), {"experts": "25%"})],
+)
+def test_what_was_kept_is_taken_back(tmp_path, make, options):
+    """From the report, from sparsity.json, and as llm-compressor's REAP writes experts; `load` reads the folder."""
+    model = mts.shrink(make(), **options, **LOADER, progress=False)
+    mts.save(model, tmp_path)
+    assert mts.report(tmp_path).shrunk == mts.report(model).shrunk
+    assert_same_state(mts.load(tmp_path), state_of(model))
+    shrunk = mts.report(model).shrunk
+    choices = [shrunk, json.loads((tmp_path / "sparsity.json").read_text())["report"]["shrunk"]]
+    if "experts" in shrunk.kept:
+        by_mixture = {name.removesuffix(".experts.down_proj"): x for name, x in shrunk.kept["experts"].items()}
+        assert "model.layers.0.mlp" in by_mixture
+        choices.append(by_mixture)
+    for kept in choices:
+        again = mts.shrink(make(), kept=kept, **LOADER, progress=False)
+        assert_same_state(again, state_of(model))
+        assert mts.report(again).shrunk.criterion == "given"
 
 
 def test_a_repair_that_breaks_off_leaves_a_whole_smaller_model(monkeypatch, tmp_path):
-    model, plain = shrinkable("Llama"), shrinkable("Llama")
+    model, plain = llama(), llama()
     options = {"mlp": 0.25, "blocks": [1], **LOADER, "progress": False}
     with monkeypatch.context() as nothing_tuned:
         nothing_tuned.setattr(smaller, "reconstruct", lambda *_: None)
@@ -433,7 +417,7 @@ def test_the_block_that_goes_is_the_one_that_costs_least():
 
 
 def test_then_two_of_four_and_two_steps_of_trainer(tmp_path):
-    model = shrinkable("Llama")
+    model = llama()
     mts.shrink(model, mlp=0.25, blocks=1, **LOADER, progress=False)
     rows = [{"input_ids": row, "labels": row} for row in LOADER["data_loader"][0]]
     arguments: dict[str, Any] = {"max_steps": 2, "per_device_train_batch_size": 1, "report_to": [], "use_cpu": True}
@@ -500,7 +484,7 @@ def test_refit_is_damped_least_squares_and_never_worse(tokens, best):
 
 @pytest.mark.parametrize("criterion", ["norm", "minitron"])
 def test_scores_of_channels_are_the_published_ones(criterion):
-    model, batches = shrinkable("Llama"), list(calls(shrinkable("Llama"), 4))
+    model, batches = llama(), list(calls(llama(), 4))
     batches[3]["attention_mask"] = torch.ones(2, 16, dtype=torch.long)
     batches[3]["attention_mask"][:, 11:] = 0
     seen: list[Tensor] = []

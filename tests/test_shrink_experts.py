@@ -361,22 +361,6 @@ def mixtral_data() -> list[Tensor]:
     return [torch.randint(3, 50, (2, 16), generator=torch.Generator().manual_seed(i)) for i in range(3)]
 
 
-def test_what_a_report_kept_is_taken_back(tmp_path):
-    """From the report, and from sparsity.json."""
-    options = {"refit": False, "progress": False}
-    model = mts.shrink(MODELS["mixtral"](), experts="25%", data_loader=mixtral_data(), **options)
-    shrunk: Any = mts.report(model).shrunk
-    mts.save(model, tmp_path)
-    written = json.loads((tmp_path / "sparsity.json").read_text())["report"]["shrunk"]
-    assert written["kept"] == shrunk.kept
-    by_mixture = {name.removesuffix(".experts.down_proj"): stay for name, stay in shrunk.kept["experts"].items()}
-    assert "model.layers.0.mlp" in by_mixture  # as llm-compressor's REAP writes them
-    for kept in (shrunk, written, by_mixture):
-        again = mts.shrink(MODELS["mixtral"](), kept=kept, data_loader=mixtral_data()[:2], **options)
-        assert_same_state(again, state_of(model))
-        assert mts.report(again).shrunk.criterion == "given"  # pyright: ignore[reportOptionalMemberAccess]
-
-
 @pytest.mark.parametrize("criterion", ["reap", "frequency"])
 def test_protected_experts_stay(criterion):
     """Those that would go first, in the mixture that is named; the other mixture is what it was."""
