@@ -448,11 +448,6 @@ def test_migration_page_names_all_that_is_translated_or_refused():
     assert all(f'"{alias}"' in names for alias in ALIASES)
 
 
-def test_the_guides_file_name_is_refused_with_the_folder_to_use():
-    with pytest.raises(ValueError, match=r"'modelopt_sparse_model.pth' looks like a pickle file.*give a folder"):
-        mts.save(tiny_llama(), "modelopt_sparse_model.pth")
-
-
 def test_cli_page_has_every_command_and_exit_code():
     root: Any = typer.main.get_command(cli.app)
     listed = [_codes(row[0])[0].split()[0] for row in _table("docs/cli.md", "command")]

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 import modelopt_sparse as mts
-from modelopt_sparse import training
 from modelopt_sparse.methods import METHODS
 from modelopt_sparse.methods.patterns import NM, Unstructured
 from tests import measures
@@ -57,53 +56,26 @@ def within(name: str, *packages: str) -> bool:
 # the public names ---------------------------------------------------------------------------------------------------
 
 
-STUB = tree(PACKAGE / "__init__.pyi")
-HOMES = {
-    alias.name: f"modelopt_sparse.{node.module}" if node.module else "modelopt_sparse"
-    for node in STUB.body
-    if isinstance(node, ast.ImportFrom)
-    for alias in node.names
-}
-
-
-def test_the_public_names_are_those_of_the_stub():
-    """What type checkers see is what there is; each name is defined in the module that the stub names."""
-    assert sorted(mts.__all__) == sorted({*HOMES, "__version__"} - {"training"})
-    assert set(HOMES) <= set(dir(mts))
-    for name, home in HOMES.items():
-        value = getattr(mts, name)
-        assert value is getattr(importlib.import_module(home), name)
-        assert getattr(value, "__module__", home) == home, f"{name} is defined elsewhere"
-    modules = {path.stem for path in PACKAGE.iterdir()}
-    assert modules & set(HOMES) == {"training"}  # once imported, another one would stand in the place of the name
-    visible = {name for name in vars(mts) if not name.startswith("_")}
-    assert visible - modules - {"lazy_loader"} <= set(HOMES)
-
-
-def test_the_stub_exports_each_name_once():
-    imported = [node for node in STUB.body if isinstance(node, ast.ImportFrom)]
+@pytest.mark.parametrize("package", ["modelopt_sparse", "modelopt_sparse.training"])
+def test_the_public_names_are_those_of_the_stub(package):
+    """What type checkers see is what there is: each name once, documented and defined in the module that is named."""
+    module = importlib.import_module(package)
+    folder = Path(str(module.__file__)).parent
+    imported = [node for node in tree(folder / "__init__.pyi").body if isinstance(node, ast.ImportFrom)]
+    assert {node.level for node in imported} == {1}
     names = [alias for node in imported for alias in node.names]
     assert [alias.asname for alias in names] == [alias.name for alias in names]  # "as" makes it public for checkers
-    assert len(names) == len(HOMES)
-    assert {node.level for node in imported} == {1}
-
-
-def test_the_names_of_training_are_those_of_its_stub():
-    """No module has one of these names: once imported, it would stand in its place."""
-    names = {}
-    for node in tree(PACKAGE / "training/__init__.pyi").body:
-        if isinstance(node, ast.ImportFrom):
-            names |= {alias.asname: f"modelopt_sparse.training.{node.module}" for alias in node.names}
-    assert sorted(training.__all__) == sorted(names)
-    assert {name: getattr(training, name).__module__ for name in names} == names
-    assert not {path.stem for path in (PACKAGE / "training").iterdir()} & set(names)
-
-
-def test_every_public_name_is_documented_where_it_is_defined():
-    for name in HOMES:
-        value = getattr(mts, name)
+    homes = {alias.name: f"{package}.{node.module}" for node in imported if node.module for alias in node.names}
+    assert sorted(homes) == sorted({*module.__all__} - {"__version__"})
+    for name, home in homes.items():
+        value = getattr(module, name)
+        assert value is getattr(importlib.import_module(home), name)
+        assert getattr(value, "__module__", home) == home, f"{name} is defined elsewhere"
         assert value.__doc__, name
         assert not value.__doc__.startswith(f"{name}("), f"{name} has the docstring that dataclass made"
+    modules = {path.stem for path in folder.iterdir()}
+    assert not modules & set(homes)  # once imported, it would stand in the place of the name
+    assert {name for name in vars(module) if not name.startswith("_")} - modules - {"lazy_loader"} <= set(homes)
 
 
 # layers -------------------------------------------------------------------------------------------------------------
