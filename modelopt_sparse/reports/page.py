@@ -21,7 +21,7 @@ from html import escape
 from importlib.resources import files
 from importlib.util import find_spec
 from itertools import takewhile
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -30,6 +30,7 @@ import torch
 from jinja2 import Environment, StrictUndefined
 from torch import Tensor
 
+from modelopt_sparse.checks import grouped
 from modelopt_sparse.reports.evaluate import TaskScore, task_scores
 from modelopt_sparse.reports.report import Report
 from modelopt_sparse.reports.text import product_of, steps_text, write_whole
@@ -259,14 +260,9 @@ def _tables(report: Report) -> list[Table]:
         "shape": [product_of(layer.shape) for layer in layers],
         **_fields(layers, "type"),
     }
-    of_blocks = {
-        "block": [block.name for block in blocks],
-        "error before": [block.error_before for block in blocks],
-        "error after": [block.error_after for block in blocks],
-        "best epoch": [block.epoch for block in blocks],
-        **_fields(blocks, "seconds"),
-        "notes": _notes(blocks),
-    }
+    fields = _fields(blocks, "name", "error_before", "error_after", "epoch", "seconds")
+    of_blocks = dict(zip(("block", "error before", "error after", "best epoch", "seconds"), fields.values()))
+    of_blocks["notes"] = _notes(blocks)
     shapes = [product_of(weight.shape) for weight in report.skipped]
     return [
         _table("tasks", "Scores on tasks", _fields(scores, *TaskScore._fields)),
@@ -501,20 +497,17 @@ def compared_figures(runs: Runs) -> list[Figure | None]:
 def _error_pairs(runs: Runs) -> Figure | None:
     """Each layer as a point: its error in one run and in the other; means by block and role. All roles are drawn, for
     what is rare in one run may not be in the other."""
-    first, second = (
-        {(role, block): error for role, points in _grouped(layers).items() for block, error in points.items()}
-        for layers in ([(place_of(x.name)[1], _block(x), _last(x)) for x in report.layers] for _, report in runs)
-    )
-    both = [key for key in first if first[key] > 0 and second.get(key, 0) > 0]
+    points = ([(place_of(x.name), "", _last(x)) for x in report.layers] for _, report in runs)
+    first, second = ({place: mean[""] for place, mean in _grouped(layers).items()} for layers in points)
+    both = [place for place in first if first[place] > 0 and second.get(place, 0) > 0]
     if not both:
         return None
     traces = []
-    for role in dict.fromkeys(role for role, _ in both):
-        keys = [key for key in both if key[0] == role]
-        points = _points(role, [first[key] for key in keys], [second[key] for key in keys], "markers")
-        traces.append({**points, "text": [escape(block) for _, block in keys]})
+    for role, places in grouped(both, itemgetter(1)).items():
+        drawn = _points(role, [first[x] for x in places], [second[x] for x in places], "markers")
+        traces.append({**drawn, "text": [escape(block) for block, _ in places]})
     x, y = (_log_axis(f"error, {escape(title)}") for title, _ in runs)
-    values = [errors[key] for key in both for errors in (first, second)]
+    values = [errors[place] for place in both for errors in (first, second)]
     ends, line = [min(values), max(values)], {"color": "#888888", "dash": "dot"}
     traces.append({"type": "scatter", "mode": "lines", "name": "equal", "x": ends, "y": ends, "line": line})
     caption = "Below the dotted line the second run is better."

@@ -176,7 +176,8 @@ def _shrink(data: CalibrationData, sizes: TargetSizes, request: ShrinkRequest) -
     else:
         shrunk = Shrunk(**recalled)
     run.storage.block_names = cutting.names(run.plan)
-    seconds = _seconds_of_calls(data, cutting) if run.storage.resident else {}
+    if run.storage.resident:
+        shrunk.costs.update(_seconds_of_calls(data, cutting))
     try:
         with run.part("blocks"):
             _repair(cutting, data)
@@ -184,9 +185,9 @@ def _shrink(data: CalibrationData, sizes: TargetSizes, request: ShrinkRequest) -
         if run.storage.resident:  # else another run goes on
             done = f"{len(report.blocks)} blocks repaired"
             report.notes.append(f"stopped by {type(error).__name__}: it is smaller, with {done}")
-            _complete(cutting, run, shrunk, before, seconds)
+            _complete(cutting, run, shrunk, before)
         raise
-    _complete(cutting, run, shrunk, before, seconds)
+    _complete(cutting, run, shrunk, before)
     run = replace(run, plan=plan_for(model, Magnitude(), run.config))
     if run.config.reconstruct is not None:
         judge.measure("reconstructed", shrunk)
@@ -240,15 +241,12 @@ def _note(choice: Choice, shrunk: Shrunk, report: Report) -> None:
         report.notes.append(f"{name!r} had little to spare: {choice.errors[1]:.1%} of its output is lost")
 
 
-def _complete(
-    cutting: Cutting, run: Run, shrunk: Shrunk, before: Mapping[str, int], seconds: Mapping[str, list[float]]
-) -> None:
+def _complete(cutting: Cutting, run: Run, shrunk: Shrunk, before: Mapping[str, int]) -> None:
     """Cut the rest, which needs no data, and leave the report."""
     model: Any = run.model
     cutting.everything(model)
-    shrunk.costs.update({name: [before[name], new] for name, new in costs(model).items()})
-    shrunk.costs.update(seconds)
-    run.report.shrunk = replace(shrunk, divergence=run.report.settings.get("divergence"))
+    both = {name: [before[name], new] for name, new in costs(model).items()} | shrunk.costs
+    run.report.shrunk = replace(shrunk, costs=both, divergence=run.report.settings.get("divergence"))
     attach_report(model, run.report)
 
 
