@@ -4,7 +4,6 @@ import copy
 import gc
 import json
 import re
-from itertools import combinations
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +17,6 @@ from modelopt_sparse.accuracy.tuning import BatchNumbers
 from modelopt_sparse.distributed import Processes
 from modelopt_sparse.model.devices import flat_tensors
 from modelopt_sparse.model.experts import DOWN, LLAMA4_DOWN
-from modelopt_sparse.shrinking.experts import ExpertSums
 from modelopt_sparse.shrinking.least_squares import RoutedCall, refit_experts
 from modelopt_sparse.shrinking.sizes import EXPERT_CRITERIA
 from tests.helpers import assert_bits, assert_same_state, state_of
@@ -196,21 +194,20 @@ def test_criteria_are_sums_over_routed_tokens(criterion, tmp_path):
     real[1][1, 5:] = False
     batches[1]["attention_mask"] = real[1].long()
     tokens = routed_tokens(model, batches, real)
-    shrunk = cut(model, batches, experts=1, criterion=criterion, refit=False)
+    shrunk = cut(model, batches, experts=2, criterion=criterion, refit=False)
     for name, of_layer in tokens.items():
         own: dict[int, list[tuple[float, float]]] = {expert: [] for expert in range(EXPERTS)}
         for experts, gates, outputs in of_layer:
             for expert, gate, made in zip(experts, gates, outputs, strict=True):
                 own[expert].append((float(gate), float(made.norm())))
         wanted = [SCORES[criterion](pairs) for pairs in own.values()]
-        errors = [error_without([expert], of_layer) for expert in range(EXPERTS)]
         torch.testing.assert_close(
             torch.tensor(shrunk.scores[name]), torch.tensor(wanted, dtype=torch.float32), rtol=2e-3, atol=1e-6
         )
-        gone = wanted.index(min(wanted))
-        assert shrunk.kept["experts"][name] == [expert for expert in range(EXPERTS) if expert != gone]
+        gone = sorted(range(EXPERTS), key=wanted.__getitem__)[:2]
+        assert shrunk.kept["experts"][name] == [expert for expert in range(EXPERTS) if expert not in gone]
         assert shrunk.tokens[name] == [len(pairs) for pairs in own.values()]
-        assert shrunk.errors[name] == pytest.approx([errors[gone]], rel=1e-3)
+        assert shrunk.errors[name] == pytest.approx([error_without(gone, of_layer)], rel=1e-3)
     mts.save(model, tmp_path / "out")
     json.loads((tmp_path / "out" / "sparsity.json").read_text(), parse_constant=pytest.fail)
 
@@ -259,20 +256,6 @@ def error_without(gone: Any, tokens: list[Any]) -> float:
         lost += float(gated[[place for place, expert in enumerate(experts) if expert in gone]].sum(0).square().sum())
         whole += float(gated.sum(0).square().sum())
     return lost / whole
-
-
-def test_errors_without_experts_are_those_of_their_outputs():
-    generator = torch.Generator().manual_seed(0)
-    tokens, sums = [], ExpertSums.of(6)
-    for _ in range(40):
-        chosen = torch.randperm(6, generator=generator)[:3]
-        gates = torch.rand(3, generator=generator, dtype=torch.float64)
-        outputs = torch.randn(3, 5, generator=generator, dtype=torch.float64)
-        tokens.append((chosen.tolist(), gates, outputs))
-        sums.add(outputs[None], chosen[None], gates[None])
-    for gone in (each for count in (1, 2, 5) for each in combinations(range(6), count)):
-        stay = torch.tensor([expert for expert in range(6) if expert not in gone])
-        assert sums.error_without(stay) == pytest.approx(error_without(gone, tokens))
 
 
 # refit ----------------------------------------------------------------------------------------------------------------

@@ -57,7 +57,6 @@ class Evaluation(Printed):
 
     def text(self, *, all_rows: bool = False) -> str:
         """What ``print`` shows: one line, whatever ``all_rows`` says."""
-        del all_rows
         if self.perplexity is None:
             measure, unit = in_words(self.divergence)
             return f"{measure} from the reference {self.kl:.4f} {unit}, {self.windows} samples"

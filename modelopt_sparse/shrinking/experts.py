@@ -23,8 +23,6 @@ from modelopt_sparse.shrinking.least_squares import RoutedCall, largest, refit_e
 from modelopt_sparse.shrinking.resize import ExpertGroup
 from modelopt_sparse.shrinking.sizes import ShrinkRequest
 
-TOKENS = 1024  # whose outputs are multiplied with each other at a time
-
 
 @dataclass
 class ExpertSums:
@@ -58,12 +56,9 @@ class ExpertSums:
             (self.gated_norms, outputs_TkR.norm(dim=-1) * factors_Tk),
         ):
             total.index_add_(0, index.flatten(), values.double().flatten().cpu())
-        for part in range(0, len(index), TOKENS):
-            chunk = slice(part, part + TOKENS)
-            gated = outputs_TkR[chunk] * factors_Tk[chunk, ..., None].to(outputs_TkR.dtype)
-            pairs = index[chunk, :, None] * len(self.tokens) + index[chunk, None, :]
-            inner = (gated @ gated.mT).double().cpu()
-            self.products.view(-1).index_add_(0, pairs.flatten(), inner.flatten())
+        pairs_Tkk = index[:, :, None] * len(self.tokens) + index[:, None, :]
+        inner_Tkk = (outputs_TkR @ outputs_TkR.mT).double() * factors_Tk[:, :, None] * factors_Tk[:, None, :]
+        self.products.view(-1).index_add_(0, pairs_Tkk.flatten(), inner_Tkk.flatten().cpu())
 
     def scores(self, criterion: str) -> Tensor:
         """The importance of each expert, larger = keep, ``[E]``.

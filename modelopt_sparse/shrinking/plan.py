@@ -88,8 +88,7 @@ class ShrinkPlan(Printed):
         return {"changes": changes, "streamed_memory_bytes": self.streamed, "notes": list(self.notes)}
 
     def text(self, *, all_rows: bool = False) -> str:
-        """What ``print`` shows."""
-        del all_rows
+        """What ``print`` shows, whatever ``all_rows`` says."""
         lines = [f"{name}: {old:,} -> {new:,} ({new / old:.1%})" for name, (old, new) in self.changes.items() if old]
         memory = [f"\n{memory_table({}, self.streamed)}\n"] if self.streamed else []
         return "\n".join([*lines, *memory, *(f"Note: {note}." for note in self.notes)])

@@ -384,10 +384,10 @@ def _check_kept(choice: Mapping[str, Any], model: PreTrainedModel, planned: Plan
 
 def _within(model: PreTrainedModel, planned: Plan, request: ShrinkRequest) -> list[TargetSizes]:
     """The widest MLPs within a budget for each number of blocks that go, as long as any have to."""
-    counted, ceiling = _ceiling(model, request.budget)
+    counted, call, ceiling = _ceiling(model, request.budget)
 
     def cost(sizes: TargetSizes) -> int:
-        return costs(sizes.narrow(model, sizes.stay), *_call_for(counted))[counted]
+        return costs(sizes.narrow(model, sizes.stay), *call)[counted]
 
     problems = []
     try:
@@ -422,24 +422,20 @@ def _within(model: PreTrainedModel, planned: Plan, request: ShrinkRequest) -> li
     return fitting
 
 
-def _ceiling(model: PreTrainedModel, budget: Any) -> tuple[str, int]:
-    """(what a budget counts, by its name among costs; the most that it leaves)."""
+def _ceiling(model: PreTrainedModel, budget: Any) -> tuple[str, tuple[int, ...], int]:
+    """(what a budget counts, by its name among costs; the call that is made to know it, which takes seconds of large
+    models; the most that it leaves)."""
     if isinstance(budget, str):
         budget = re.sub(r"([KMGT])B( bytes)?$", lambda match: f"{SCALES[match[1]]} bytes", budget.strip())
     parsed = parse_budget(budget, tuple(COUNTED))
     assert parsed is not None
-    counted = COUNTED[parsed.unit]
-    dense = costs(twin_of(model, {}), *_call_for(counted))
+    counted, call = COUNTED[parsed.unit], CALL if parsed.unit == "flops" else ()
+    dense = costs(twin_of(model, {}), *call)
     if counted not in dense:
         raise ValueError(f"budget={budget!r}: calls of this model cannot be counted: give params, such as '70% params'")
     if (ceiling := parsed.ceiling(dense[counted])) >= dense[counted]:
         raise ValueError(f"budget={budget!r}: the model has {dense[counted]:,} {parsed.unit} already: give less")
-    return counted, ceiling
-
-
-def _call_for(counted: str) -> tuple[int, ...]:
-    """The call that is made to know what is counted, which takes seconds of large models."""
-    return CALL if counted == COUNTED["flops"] else ()
+    return counted, call, ceiling
 
 
 def block_size(block: nn.Module) -> frozenset[Any]:
