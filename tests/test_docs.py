@@ -202,45 +202,32 @@ def test_set_up_commands_are_those_that_ci_runs():
         assert "bash .ci/setup .venv" in script
 
 
-@pytest.fixture(scope="module")
-def first_command(tmp_path_factory):
-    """`bash examples/run.sh` in a copy of the tree whose set-up is done and whose texts are short -> (tree, output)."""
-    tree = tmp_path_factory.mktemp("clone")
-    (tree / ".ci").mkdir()
-    (tree / ".ci" / "setup").write_text("exit 0\n")
-    (tree / ".venv").mkdir()
-    (tree / ".venv" / "bin").symlink_to(Path(sys.executable).parent)
+@pytest.mark.slow
+def test_first_command_prints_what_readme_shows_and_leaves_a_sparse_folder(tmp_path):
+    """In a copy of the tree whose set-up is done and whose texts are short. Every part of the README's sample is in the
+    output, up to the numbers, whose digits may break a line."""
+    tree = tmp_path / "clone"
     testbed = tree / "examples" / "testbed"
-    testbed.mkdir(parents=True)
+    for folder in (tree / ".ci", tree / ".venv", testbed):
+        folder.mkdir(parents=True)
+    (tree / ".ci" / "setup").write_text("exit 0\n")
+    (tree / ".venv" / "bin").symlink_to(Path(sys.executable).parent)
     (testbed / "tiny-llama").symlink_to(TESTBED / "tiny-llama")
     for text in ("calibration.txt", "heldout.txt"):
         _begin_text(testbed, text)
     (tree / "examples" / "run.sh").write_bytes((ROOT / "examples" / "run.sh").read_bytes())
-    ran = subprocess.run(
-        ["bash", tree / "examples" / "run.sh"], env=ENVIRONMENT, capture_output=True, text=True, check=False
-    )
+    command = ["bash", tree / "examples" / "run.sh"]
+    ran = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
-    return tree, ran.stdout
-
-
-@pytest.mark.slow
-def test_first_command_leaves_a_sparse_folder(first_command):
-    """What examples/run.sh runs works, and its folder holds what its last line says."""
-    tree, printed = first_command
-    assert printed.splitlines()[-1] == "verified: every block layer of out/tiny-llama-2of4 is 2:4"
+    assert ran.stdout.splitlines()[-1] == "verified: every block layer of out/tiny-llama-2of4 is 2:4"
     assert len(mts.verify(tree / "out" / "tiny-llama-2of4", "2:4").layers) == 42
-
-
-@pytest.mark.slow
-def test_readme_shows_what_the_first_command_prints(first_command):
-    """Every part of the README's sample is in the real output, up to the numbers, whose digits may break a line."""
 
     def without_numbers(text: str) -> str:
         return re.sub(r"\s+", " ", re.sub(r"[\d.]+", "#", text)).strip()
 
     (sample,) = [text for language, text, _ in _blocks(ROOT / "README.md") if language == "text"]
     for part in sample.split("\n...\n"):
-        assert without_numbers(part) in without_numbers(first_command[1]), part
+        assert without_numbers(part) in without_numbers(ran.stdout), part
 
 
 @pytest.mark.slow
@@ -381,10 +368,6 @@ def test_every_page_can_be_reached_from_the_readme():
 # completeness -----------------------------------------------------------------------------------------------------
 
 
-def _all_text() -> str:
-    return "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
-
-
 def test_the_page_of_methods_has_each_with_its_options_and_defaults():
     page = "docs/methods.md"
     assert [_codes(row[0])[0] for row in _table(page, "method")] == list(METHODS)
@@ -420,7 +403,7 @@ def test_questions_of_users_are_answered():
 
 
 def test_every_public_function_is_described():
-    text = _all_text()
+    text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
     for name in mts.__all__:
         if name.islower() and not name.startswith("_"):
             assert f"mts.{name}(" in text, name

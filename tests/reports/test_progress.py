@@ -70,10 +70,19 @@ def test_a_notebook_is_no_terminal_and_has_a_bar(monkeypatch):
 
 
 def test_a_run_says_block_error_memory_and_what_was_reused(monkeypatch, capsys, tmp_path):
-    said = []
-    real = Progress.say
-    monkeypatch.setattr(Progress, "say", lambda bar, *words: said.append(words) or real(bar, *words))
-    mts.sparsify(tiny_llama(), "wanda", data_loader=token_batches(4), reconstruct=1, progress=True)
+    tiny_llama().save_pretrained(tmp_path / "dense")
+    options = {"data_loader": token_batches(4), "reconstruct": 1, "progress": True}
+    said, real = [], Progress.say
+
+    def say(bar, *words):
+        said.append(words)
+        real(bar, *words)
+        if len(said) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Progress, "say", say)
+    with pytest.raises(KeyboardInterrupt):
+        mts.sparsify_checkpoint(tmp_path / "dense", tmp_path / "out", "wanda", **options)
     (first, error, memory, reused), (second, then, _, _) = said
     assert (first, error, reused) == ("model.layers.0", "", "")
     assert second == "model.layers.1"
@@ -81,23 +90,6 @@ def test_a_run_says_block_error_memory_and_what_was_reused(monkeypatch, capsys, 
     assert then.endswith(" of the block before")
     assert float(memory.removesuffix(" GB")) > 0.1
     assert "model.layers.1, error 0." in capsys.readouterr().err
-
-
-def test_blocks_of_a_stopped_run_are_counted(monkeypatch, tmp_path):
-    tiny_llama().save_pretrained(tmp_path / "dense")
-    data = {"data_loader": token_batches(4)}
-    said = []
-
-    def say(bar, *words):
-        said.append(words)
-        if stops and words[0] == "model.layers.1":
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(Progress, "say", say)
-    stops = True
-    with pytest.raises(KeyboardInterrupt):
-        mts.sparsify_checkpoint(tmp_path / "dense", tmp_path / "out", "wanda", **data)
-    stops = False
-    mts.sparsify_checkpoint(tmp_path / "dense", tmp_path / "out", "wanda", **data)
+    mts.sparsify_checkpoint(tmp_path / "dense", tmp_path / "out", "wanda", **options)
     assert said[-1][0] == "model.layers.1"
     assert said[-1][-1] == "1 blocks reused"
