@@ -238,6 +238,8 @@ def test_the_plan_is_what_is_made():
     plan = mts.plan_shrink(model, mlp=0.5, blocks=1)
     assert plan.changes["intermediate_size"] == (WIDTH, 24)
     assert "which blocks go is chosen with data" in str(plan)
+    with pytest.raises(ValueError, match="allowed are 'gram', 'norm', 'minitron'"):
+        mts.plan_shrink(model, mlp=0.5, criterion="gramm")
     mts.shrink(model, mlp=0.5, blocks=1, **LOADER, progress=False)
     assert plan.changes["parameters"][1] == sum(p.numel() for p in model.parameters())
     assert plan.changes["bytes of keys and values"] == (2 * 4 * 1024 * 16 * 4, 2 * 3 * 1024 * 16 * 4)
