@@ -315,10 +315,12 @@ def _with_size(model: PreTrainedModel, planned: Plan, sizes: TargetSizes, name: 
         if old is None:  # it stands for a width that the class computes
             _, old, _ = find_width(model, blocks, lambda _: size)
         twin = twin_of(model, {name: size})
-        with suppress(ValueError):
+        try:
             experts_in(model, twin, blocks)
+        except ValueError:
+            channels_in(model, twin, blocks)
+        else:
             return replace(sizes, **_experts(model, planned, lambda _: size))
-        channels_in(model, twin, blocks)
     except ValueError as error:
         advice = NO_HEADS if "head" in name else "give mlp=, experts= or blocks="
         raise ValueError(f"to={{{name!r}: {size}}} cannot be cut: {problem or error}; {advice}") from error
