@@ -260,9 +260,14 @@ def _tables(report: Report) -> list[Table]:
         "shape": [product_of(layer.shape) for layer in layers],
         **_fields(layers, "type"),
     }
-    fields = _fields(blocks, "name", "error_before", "error_after", "epoch", "seconds")
-    of_blocks = dict(zip(("block", "error before", "error after", "best epoch", "seconds"), fields.values()))
-    of_blocks["notes"] = _notes(blocks)
+    of_blocks = {
+        "block": [block.name for block in blocks],
+        "error before": [block.error_before for block in blocks],
+        "error after": [block.error_after for block in blocks],
+        "best epoch": [block.epoch for block in blocks],
+        **_fields(blocks, "seconds"),
+        "notes": _notes(blocks),
+    }
     shapes = [product_of(weight.shape) for weight in report.skipped]
     return [
         _table("tasks", "Scores on tasks", _fields(scores, *TaskScore._fields)),

@@ -169,10 +169,8 @@ class _Seen:
         x_BSC = inputs[0].detach().abs().float()
         mask = token_masks[0]
         real = torch.ones(x_BSC.shape[:-1], device=x_BSC.device) if mask is None else mask.float()
-        if x_BSC.dim() == 2:
-            x_BSC, real = x_BSC[None], real[None]
         means = (x_BSC * real[..., None]).sum(-2) / real.sum(-1, keepdim=True).clamp_min(1)
-        sums = means.flatten(0, -2).square().sum(0)
+        sums = means.square().view(-1, means.shape[-1]).sum(0)
         self.absolute[layer.name] = self.absolute.get(layer.name, torch.zeros_like(sums)) + sums
 
 

@@ -112,7 +112,7 @@ def plan_shrink(model: nn.Module, *, batch_size: int | None = None, length: int 
     twins = twin_of(plain, {}), first.narrow(plain, first.stay)
     old, new = (costs(twin, batch_size or 1, length) for twin in twins)
     groups = [group for block_groups in first.groups_in(plain, planned).values() for group in block_groups]
-    refitted = dict.fromkeys((group.consumer.name for group in groups), request.refit)
+    refitted = {group.consumer.name: bool(request.refit) for group in groups}
     _, streamed = estimated(plain, planned.layers, planned.stacks, replace(config, enforce=False), refitted)
     streamed = {place: {part: size for part, size in held.items() if size} for place, held in streamed.items()}
     notes = [f"calls are of {batch_size or 1} x {length} tokens", STALE]
