@@ -339,7 +339,8 @@ def test_a_budget_takes_the_best_of_all_pairs():
     for blocks in range(6, 1, -1):
         widths = [{"num_hidden_layers": blocks, "intermediate_size": width} for width in range(32, 385, 32)]
         for sizes in [x for x in widths if cost_of(model.config, budget, **x) <= ceiling][-1:]:
-            other, changed = trained_model(), dict(sizes.items() - model.config.to_dict().items())
+            other = trained_model()
+            changed = {name: size for name, size in sizes.items() if getattr(other.config, name) != size}
             mts.shrink(other, to=changed, data_loader=batches, progress=False, reconstruct=2)
             divergences[(*sizes.values(),)] = mts.report(other).shrunk.kl["reconstructed"]
     mts.shrink(model, budget=budget, multiple_of=32, data_loader=batches, progress=False)

@@ -170,6 +170,7 @@ def shrink_checkpoint(
         empty: Any = checked(empty_model(folder, **remote))
         plan = plan_for(empty, Magnitude(), config)
         names = _block_names(empty, plan, "shrink")
+        asked = asked.in_full(plan)
         request, sizes = decided(empty, plan, asked, config)
         notes: list[str] = []
         calls = load_calls(config, empty, notes)
@@ -183,7 +184,7 @@ def shrink_checkpoint(
             shrink_to_one(run, sizes, request, calls)
             return report
 
-        facts = {**request._asdict(), "kept": request.kept and checksum(request.kept)}
+        facts = {**asked._asdict(), "kept": asked.kept and checksum(asked.kept)}
         started = started_with(plan, config) | {f"option {name}": str(value) for name, value in facts.items()}
         job = _Job(folder, names, started, calls, work_on, dtype, None, remote, spill)
         return _streamed(job, target, processes, overwrite=overwrite)
