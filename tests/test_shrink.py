@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Trainer, TrainingArguments
 
 import modelopt_sparse as mts
-from modelopt_sparse.calibration.calls import AtBlock, Order, WalkedCall
+from modelopt_sparse.calibration.calls import AtBlock, WalkedCall
 from modelopt_sparse.methods.patterns import Unstructured
 from modelopt_sparse.methods.scores import Magnitude
 from modelopt_sparse.plan.options import SparsifyConfig
@@ -225,7 +225,7 @@ def test_a_smaller_model_is_distilled_without_its_own_loss(name):
     assert "distilled" in mts.report(model).shrunk.kl
 
 
-@pytest.mark.filterwarnings("ignore:stack 'model.layers' is calibrated through the whole model")
+@pytest.mark.filterwarnings("ignore:LlamaForCausalLM is calibrated through the whole model")
 def test_influence_is_for_blocks_that_can_be_run_by_themselves():
     options = {"blocks": 1, **LOADER, "progress": False}
     with pytest.raises(ValueError, match="cannot be run by themselves: give blocks_by='kl'"):
@@ -516,7 +516,7 @@ def test_calls_that_do_not_come_to_a_block_count_for_what_judges(monkeypatch):
     calls = [WalkedCall(SimpleNamespace(number=number, masks=None), (block,)) for number in (1, 3)]  # type: ignore[arg-type]  # what is asked of a call
     again, seen, places = MagicMock(), _Seen(Mock(), Mock(), set()), []
     again.run_to.side_effect = lambda *args: places.append(seen.number)
-    AtBlock(again, calls, Order([block], ())).at(block).collect([], seen.see, seen.begin)
+    AtBlock(again, calls, [block], ()).at(block).collect([], seen.see, seen.begin)
     assert places == [1, 3]
 
 

@@ -12,13 +12,13 @@ as they are, and keeps every output from then on.
 """
 
 import copy
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NoReturn
-from weakref import ref
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -45,8 +45,6 @@ from modelopt_sparse.calibration.rerun import (
     draw_from,
     objects_of,
     random_states,
-    shared_states,
-    signature,
     with_copied_arguments,
 )
 from modelopt_sparse.model.devices import (
@@ -61,8 +59,6 @@ from modelopt_sparse.model.devices import (
 from modelopt_sparse.model.find import Stack
 from modelopt_sparse.plan.plan import LayerPlan
 from modelopt_sparse.run import Run
-
-CANDIDATES = 4  # newest tensors of one shape that another one is compared with
 
 
 class Stop(BaseException):
@@ -119,6 +115,11 @@ class Attempt:
     guessed: bool = False
     needed: bool = False
 
+    @property
+    def index(self) -> int:
+        """Of the visit that has begun last."""
+        return len(self.visits) - 1
+
     def need(self) -> NoReturn:
         self.needed = True
         raise Needed
@@ -145,7 +146,7 @@ class Calls:
         modules = [*self.run.model.modules()]
         self._state = partial(ModelState, modules, objects_of(modules))
         self._attempt: Attempt | None = None
-        self._newest: dict[Any, deque[ref[Tensor]]] = {}
+        self._newest: WeakValueDictionary[Any, Tensor] = WeakValueDictionary()
         moved = self.run.config.device is not None
         self._home = {block: input_device(block) for block in self.stack_of if moved and not has_hook(block)}
 
@@ -186,11 +187,6 @@ class Calls:
         else:
             masks.tell(module, args, kwargs)
 
-    def whole(self, call: WalkedCall) -> None:
-        """Run a call to its end, through all blocks as they are, which tells its way."""
-        call.answers = []
-        self._run(Attempt(call))
-
     def learn_way(self, call: WalkedCall) -> None:
         """See to which blocks a call comes, and what these need: by the shapes of what blocks put out, if these tell
         it; else the way alone, by a whole run."""
@@ -199,9 +195,9 @@ class Calls:
             call.way, call.needed = tuple(attempt.visits), attempt.needs
         except Needed:
             if not call.way:
-                self.whole(call)
+                self.run_to(call)
 
-    def run_to(self, call: WalkedCall, block: nn.Module | None, finished: Set[nn.Module]) -> None:
+    def run_to(self, call: WalkedCall, block: nn.Module | None = None, finished: Set[nn.Module] = frozenset()) -> None:
         """Run a call until it has come to ``block`` for the last time; None: to its end. What ``finished`` blocks put
         out is kept from now on. The way of a call that has come to its end is the one that it went now."""
         attempt = Attempt(call, block, finished, gradients=torch.is_grad_enabled())
@@ -263,44 +259,42 @@ class Calls:
             raise Needed
         if attempt.over:
             raise Stop  # the model has caught the first one
-        index = len(attempt.visits)
         attempt.visits.append(block)
-        answer = self._answer(attempt, index, block, args, kwargs)
+        given = Arguments(args, kwargs)
+        answer = self._answer(attempt, block, given)
         if answer is None:
-            output = self._computed(attempt, index, block, forward, args, kwargs)
+            output = self._computed(attempt, block, forward, given)
         else:
-            output = answer.put_out(args, kwargs, index, attempt.need)
+            output = answer.put_out(given, attempt.index, attempt.need)
             attempt.guessed |= any(isinstance(x, Unknown) for x in flat_tensors(output))
         if self.seen is not None:
             self.seen(attempt, block, output, answer is None)
         return output
 
-    def _answer(
-        self, attempt: Attempt, index: int, block: nn.Module, args: tuple, kwargs: dict[str, Any]
-    ) -> Answer | None:
-        """The kept output that answers visit ``index`` of the call; None: the block computes."""
-        call = attempt.call
+    def _answer(self, attempt: Attempt, block: nn.Module, given: Arguments) -> Answer | None:
+        """The kept output that answers the visit which has begun; None: the block computes."""
+        call, index = attempt.call, attempt.index
         if attempt.only_shapes:
-            for x in flat_tensors((args, kwargs)):
+            for x in given.tensors:
                 attempt.needs |= dict.fromkeys(x.sources if isinstance(x, Unknown) else (), index)
-            return self.shapes.get((block, signature(args, kwargs))) or attempt.need()
+            return self.shapes.get((block, given.signature())) or attempt.need()
         if index >= len(call.answers):
             return None
         if call.way[index] is not block:
             batch = f"calibration batch {call.numbered.number}"
             raise RuntimeError(f"{batch} comes to the blocks in another order than before, with the same inputs")
-        draw_from(call.answers[index].random)  # as if the block had drawn its own
-        return call.answers[index]
+        answer = call.answers[index]
+        if answer.random is not None:
+            draw_from(answer.random)  # as if the block had drawn its own
+        return answer
 
-    def _computed(
-        self, attempt: Attempt, index: int, block: nn.Module, forward: Callable, args: tuple, kwargs: dict[str, Any]
-    ) -> Any:
-        if any(isinstance(x, Unknown) for x in flat_tensors((args, kwargs))):
+    def _computed(self, attempt: Attempt, block: nn.Module, forward: Callable, given: Arguments) -> Any:
+        if any(isinstance(x, Unknown) for x in given.tensors):
             attempt.need()
-        key, before = (block, signature(args, kwargs)), Arguments(args, kwargs)
+        index, key, random = attempt.index, (block, given.signature()), random_states()
         attempt.begun |= block is attempt.wanted
-        output = self._forward(attempt, block, forward, args, kwargs)
-        answer = Answer.of(output, before, args, kwargs, self._home.get(block))
+        output = self._forward(attempt, block, forward, given.args, given.kwargs)
+        answer = Answer.of(output, given, random, self._home.get(block))
         dense_wanted = self.run.config.sequential == "none" or self.run.config.reconstruct is not None
         if answer is None and block in attempt.finished and dense_wanted:
             raise RuntimeError(f"the output of a {type(block).__name__} cannot be kept: nested, sparse or in an object")
@@ -309,14 +303,14 @@ class Calls:
             if known is None or answer.kind is None or answer.kind != known.kind:
                 self.shapes[key] = attempt.call.needed = None
             if index == len(attempt.call.answers) and block in attempt.finished:
-                self._keep(attempt, answer, answer.tensors(output, args, kwargs))
+                self._keep(attempt, answer, answer.tensors(output, given))
         if attempt.last is not None and attempt.call.way[index : index + 1] != (block,):
             attempt.last = None  # another way than before: it is run to its end
         return output
 
     def _after(self, block: nn.Module, args: Any, output: Any) -> None:
         attempt = self._attempt
-        if attempt is not None and attempt.last == len(attempt.visits) - 1:
+        if attempt is not None and attempt.last == attempt.index:
             attempt.over = True
             raise Stop
 
@@ -357,24 +351,19 @@ class Calls:
             if earlier.values:
                 values = {number: x for number, x in earlier.values.items() if is_wanted(n, number)}
                 call.answers[n] = replace(earlier, values=values)
-        home, states = self._home.get(attempt.visits[index]), random_states()
+        home = self._home.get(attempt.visits[index])
         values = {n: self._hold(x.to(home or x.device), n) for n, x in enumerate(tensors) if is_wanted(index, n)}
-        states = shared_states(states, call.answers[-1].random) if call.answers else states
-        call.answers.append(replace(answer, values=values, random=states))
+        call.answers.append(replace(answer, values=values))
 
     @torch.inference_mode(False)
     def _hold(self, x: Tensor, number: int) -> Tensor:
         """Copy ``x``, tensor ``number`` of an output, to where activations are held; nothing writes to the copy.
-        Tensors behind the first, such as position biases, are held once where they equal a tensor of another call."""
-        if number == 0:
-            return copied(x.detach(), self.run)
-        alike = self._newest.setdefault((x.shape, x.dtype, x.stride()), deque(maxlen=CANDIDATES))
-        for newest in alike:
-            if (y := newest()) is not None and y.device == x.device and torch.equal(x, y):
-                return y
-        held = copied(x.detach(), self.run)
-        alike.append(ref(held))
-        return held
+        Tensors behind the first, such as position biases, are held once for calls that have the same in a row."""
+        key = number, x.shape, x.dtype, x.stride()
+        newest = self._newest.get(key) if number else None
+        if newest is None or newest.device != x.device or not torch.equal(x, newest):
+            newest = self._newest[key] = copied(x.detach(), self.run)
+        return newest
 
 
 def _with_gradients(*_: Any) -> None:
@@ -409,23 +398,11 @@ class WholeModel:
         """Do nothing: the next run of the whole model goes through the block as it is then."""
 
 
-@dataclass(frozen=True)
-class Order:
-    """blocks: in the order in which calls come to them. repeated: those to which some call comes more than once."""
-
-    blocks: Sequence[nn.Module]
-    repeated: Container[nn.Module]
-
-
-def _nothing(*_: object) -> None:
-    """Nobody asks for the inputs of layers."""
-
-
 @dataclass(eq=False)
 class AtBlock:
-    """Calls on their way through blocks, one after the other in ``order``, and the block that they are at.
+    """Calls on their way through ``blocks``, in the order in which they come to them, and the block that they are at.
 
-    again: what runs them. walked: all of them.
+    again: what runs them. walked: all of them. repeated: blocks to which some call comes more than once.
     done: blocks whose outputs are final.
     dense: if blocks are reconstructed, the same calls on their way through the dense blocks of a stack alone; what lies
       before the stack is sparse.
@@ -434,7 +411,8 @@ class AtBlock:
 
     again: Calls
     walked: list[WalkedCall]
-    order: Order
+    blocks: Sequence[nn.Module]
+    repeated: Container[nn.Module]
     done: frozenset[nn.Module] = frozenset()
     dense: dict[Stack, list[WalkedCall]] = field(default_factory=dict)
     block: nn.Module = field(init=False)
@@ -451,7 +429,7 @@ class AtBlock:
     @property
     def once(self) -> bool:
         """Whether each call comes to the block once."""
-        return self.block not in self.order.repeated
+        return self.block not in self.repeated
 
     def at(self, block: nn.Module) -> "AtBlock":
         """The work on a block begins."""
@@ -469,8 +447,8 @@ class AtBlock:
     def collect(
         self,
         layer_plans: Sequence[LayerPlan] = (),
-        see: See = _nothing,
-        begin: Begin = _nothing,
+        see: See = lambda *_: None,
+        begin: Begin = lambda numbered: None,
         *,
         go_on: bool = False,
     ) -> None:
@@ -492,14 +470,14 @@ class AtBlock:
         config = self.run.config
         self.done |= {self.block}
         later = self.run.storage.resident and config.device is None and config.sequential != "none"
-        if not later and self.block is not self.order.blocks[-1]:
+        if not later and self.block is not self.blocks[-1]:
             self.collect()
         self._leave()
 
     def _leave(self) -> None:
         """The work on a block is done. The last block of all done, each call that may go other ways than it went when
         it was dense is run to its end, so that none has come to a finished block unseen."""
-        stack, blocks = self.again.stack_of[self.block], self.order.blocks
+        stack, blocks = self.again.stack_of[self.block], self.blocks
         if not any(later_block in stack.blocks for later_block in blocks[blocks.index(self.block) + 1 :]):
             self.dense.pop(stack, None)
         if self.block is not blocks[-1]:

@@ -7,7 +7,7 @@ from it, each with its layers.
 
 import hashlib
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -20,13 +20,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from modelopt_sparse.calibration.calls import AtBlock, Calls, Inputs, Order, WalkedCall, WholeModel
+from modelopt_sparse.calibration.calls import AtBlock, Calls, Inputs, WalkedCall, WholeModel
 from modelopt_sparse.calibration.data import Call, digest_of
 from modelopt_sparse.calibration.forward import CalibrationData, NumberedCall, forward_context, input_hooks, input_key
-from modelopt_sparse.calibration.rerun import random_states, settings_of, shared_states
+from modelopt_sparse.calibration.padding import SIDES
+from modelopt_sparse.calibration.rerun import random_states, settings_of
 from modelopt_sparse.calibration.trial import (
     CHANGES,
-    Problem,
     Tried,
     Watch,
     is_repeatable,
@@ -37,7 +37,7 @@ from modelopt_sparse.calibration.trial import (
     warn_of_whole_runs,
 )
 from modelopt_sparse.checks import grouped
-from modelopt_sparse.model.devices import flat_tensors, map_batch, map_tensors
+from modelopt_sparse.model.devices import flat_tensors, map_batch, map_tensors, parts_within
 from modelopt_sparse.model.experts import RoutedAdapter, experts_of
 from modelopt_sparse.model.find import Stack
 from modelopt_sparse.model.layers import IN_PROJ, Layer, TokenMasks
@@ -127,11 +127,12 @@ def _units_of(call: Call) -> int:
 
 @dataclass
 class DenseRun:
-    """Facts from the dense forwards: call order of layers, which layers share an input, order of blocks, and stacks
-    that must be calibrated by runs of the whole model.
+    """Facts from the dense forwards: call order of layers, which layers share an input, order of blocks, and whether
+    calls can be run again.
 
     again: what runs the calls. calls: all of this process, with their ways.
-    order: of blocks. whole: stacks whose blocks are calibrated through runs of the whole model.
+    blocks: in the order in which calls come to them. repeated: those to which some call comes more than once.
+    whole: whether blocks are calibrated through runs of the whole model.
     rows: under a budget, layer name -> how many rows each of its matrices was multiplied with, on average, padding
       included, in calls of so many ``units``.
     """
@@ -140,18 +141,15 @@ class DenseRun:
     inputs: SeenInputs
     again: Calls
     calls: list[WalkedCall] = field(default_factory=list)
-    order: Order = field(default_factory=lambda: Order((), ()))
-    whole: set[Stack] = field(default_factory=set)
+    blocks: Sequence[nn.Module] = ()
+    repeated: Container[nn.Module] = ()
+    whole: bool = False
     rows: dict[str, Fraction] = field(default_factory=dict)
     units: int = 0
 
     @property
     def rows_of_a_unit(self) -> dict[str, Fraction]:
         return {name: rows / max(self.units, 1) for name, rows in self.rows.items()}
-
-    def only(self, numbers: Sequence[int]) -> "DenseRun":
-        """A copy with the calls of these numbers alone."""
-        return replace(self, calls=[self.calls[number] for number in numbers])
 
     def begin(self, numbered: NumberedCall) -> None:
         self.inputs.begin(numbered.number)
@@ -164,7 +162,7 @@ class DenseRun:
         fresh = [WalkedCall(call.numbered, call.way, call.needed) for call in (self.calls if calls is None else calls)]
         if data.run.config.sequential == "none":
             fresh = [call.going_on() for call in fresh]
-        return AtBlock(Calls(data, self.again.shapes), fresh, replace(self.order, blocks=blocks))
+        return AtBlock(Calls(data, self.again.shapes), fresh, blocks, self.repeated)
 
     def see(self, layer: Layer, inputs: tuple[Tensor, ...], token_masks: TokenMasks) -> None:
         if not self.data.run.storage.resident and layer.name not in self.inputs.order:
@@ -192,7 +190,8 @@ def run_dense(data: CalibrationData) -> CalibrationData:
     dense.data = replace(data, run=run)
     _check(dense.inputs, run)
     in_order, by_block = in_call_order(run.plan, dense)
-    dense.whole = _whole_stacks(dense, tried, [start for start in in_order if isinstance(start, Stack)], by_block)
+    if stacks := [start for start in in_order if isinstance(start, Stack)]:
+        dense.whole = _needs_whole_runs(dense, tried, stacks, by_block)
     return replace(dense.data, dense=dense)
 
 
@@ -277,30 +276,21 @@ def _without_others(run: Run, others: Mapping[str, bool | None], read: Collectio
 
 
 def kind_of(numbered: NumberedCall) -> list[Any]:
-    """A key of the way that a call takes through the model: all but the values of tensors, and whether there is
-    padding."""
-    return [_structure((numbered.call.args, numbered.call.kwargs), ()), _all_real(numbered)]
+    """A key of the way that a call takes through the model: all that its arguments hold but the values of tensors, and
+    whether there is padding."""
+    parts = parts_within((numbered.call.args, numbered.call.kwargs))
+    return [[(name, _without_values(part)) for name, part in parts], _all_real(numbered)]
 
 
-def _structure(value: Any, inside: tuple[int, ...]) -> Any:
-    """All of a value but what tensors hold. ``inside``: the objects that it is in, which may hold each other."""
-    if isinstance(value, Tensor):
-        return value.shape, value.dtype
-    if value is None or isinstance(value, (bool, int, float, str, Enum)):
-        return value
-    if id(value) in inside or isinstance(value, nn.Module):
-        return type(value)
-    inside = (*inside, id(value))
-    if isinstance(value, Mapping):
-        return type(value), [(key, _structure(entry, inside)) for key, entry in value.items()]
-    if isinstance(value, (tuple, list, set, frozenset)):
-        return type(value), [_structure(entry, inside) for entry in value]
-    return type(value), [(key, _structure(entry, inside)) for key, entry in getattr(value, "__dict__", {}).items()]
+def _without_values(part: Any) -> Any:
+    if isinstance(part, Tensor):
+        return part.shape, part.dtype
+    return part if isinstance(part, (bool, int, float, str, Enum)) else type(part)
 
 
 def _all_real(numbered: NumberedCall) -> list[bool]:
     told, model = numbered.masks.told, numbered.masks.model
-    return [told.get((model, side)) is None for side in ("encoder", "decoder", "image")]
+    return [told.get((model, side)) is None for side in SIDES]
 
 
 MAX_KINDS = 4  # of calls that are tried at most
@@ -314,12 +304,13 @@ def _run_calls(dense: DenseRun, calls: Sequence[Call]) -> list[Tried]:
     batches = sum(call.row == 0 for call in calls)
     run.report.calibration.update(calls=batches, sha256=data.sha256 or digest_of(calls))
     chosen = _one_of_each_kind(dense.calls)
+    others = [call for call in dense.calls if call not in chosen]
     truth = _run_some(dense, chosen)
     wanted = {layer_plan.name for layer_plan in run.plan.layers if layer_plan.calibrated}
     unseen = wanted.difference(*run.processes.all_gather("the layers that were reached", set(dense.inputs.order)))
-    if unseen and any(run.processes.all_gather("calls that were not run", len(chosen) < len(calls))):
-        _run_some(dense, [call for call in dense.calls if all(call is not chosen_call for chosen_call in chosen)])
-    beside = [call for call in dense.calls if all(call is not chosen_call for chosen_call in chosen)][:1]
+    if unseen and any(run.processes.all_gather("calls that were not run", bool(others))):
+        _run_some(dense, others)
+    beside = others[:1]
     if run.storage.resident:
         tried = [_tried(dense, call.numbered) for call in (*chosen[:MAX_KINDS], *beside)]
     else:  # each run of the model reads all weights
@@ -378,7 +369,7 @@ def _run_some(dense: DenseRun, chosen: Sequence[WalkedCall]) -> list[Tried]:
         for call in chosen:
             padding.masks = call.numbered.masks
             dense.begin(call.numbered)
-            again.whole(call)
+            again.run_to(call)
             made += [Tried(call, visits) for _, visits in watch.take()]
             bar.update()
     dense.inputs.begin(-1)  # the last call is over
@@ -397,11 +388,9 @@ def _run_loop(dense: DenseRun) -> list[Tried]:
     @torch.inference_mode(False)  # an inference tensor could not be saved for a backward pass through a block
     def keep(numbered: NumberedCall) -> None:
         take_runs()
-        random, earlier = random_states(), dense.calls[-1].numbered.random if dense.calls else None
         args, kwargs = numbered.call.args, numbered.call.kwargs
         call = Call(*map_tensors(lambda x: x.detach().clone(), (args, dict(kwargs))))
-        random = random if earlier is None else shared_states(random, earlier)
-        recorded = NumberedCall(numbered.number, call, numbered.masks, random)
+        recorded = NumberedCall(numbered.number, call, numbered.masks, random_states())
         kind = kind_of(recorded), settings_of(modules)  # the loop may change these in between
         watch.on = len(kinds) <= MAX_KINDS and (kind not in kinds or len(kinds) == len(dense.calls) == 1)
         kinds.extend([kind] * watch.on)
@@ -492,47 +481,40 @@ def _check(seen: SeenInputs, run: Run) -> None:
             )
 
 
-# stacks that take whole runs ------------------------------------------------------------------------------------------
+# whether calls can be run again -------------------------------------------------------------------------------------
 
 
-def _whole_stacks(
+def _needs_whole_runs(
     dense: DenseRun, tried: Sequence[Tried], stacks: Sequence[Stack], by_block: Mapping[str | None, Sequence[LayerPlan]]
-) -> set[Stack]:
-    """The stacks whose blocks are calibrated by runs of the whole model, with a note and a warning for each."""
-    run, whole, repeatable = dense.data.run, set[Stack](), True
-
-    def takes_whole_runs(stack: Stack, why: str) -> None:
-        whole.add(stack)
-        warn_of_whole_runs(run, stack, why, sum(bool(by_block.get(name)) for name in stack.names))
-
+) -> bool:
+    """Whether blocks are calibrated by runs of the whole model, with a note and a warning that say why."""
+    run, repeatable = dense.data.run, True
     if run.storage.resident:
         repeatable = all(run.processes.all_gather("whether calls repeat", is_repeatable(dense.again, tried)))
     if repeatable:
         _learn_ways(dense, tried)
-    while waiting := [stack for stack in stacks if stack not in whole]:
-        problem = _why_whole(dense, tried, waiting, by_block) if repeatable else (waiting[0], CHANGES)
-        message = None if problem is None else (stacks.index(problem[0]), problem[1])
-        messages = run.processes.all_gather("whether calls can be run again", message)
-        first = next((problem for problem in messages if problem is not None), None)
-        if first is None:
-            break
-        takes_whole_runs(stacks[first[0]], first[1])
-    if whole and run.config.sequential == "none":  # what runs in each call is not to become sparse under way
-        for stack in waiting:
-            takes_whole_runs(stack, "sequential='none' takes all of the model dense, and another stack is")
-    if whole and repeatable and run.storage.resident:
-        still = run.processes.all_gather("whether calls repeat", is_repeatable(dense.again, tried))
-        if not all(still):
-            problem = f"{type(run.model).__name__} computes something else since a call of it was stopped, and nothing"
-            raise ValueError(f"{problem} in its modules has changed: load it anew, and prune it by method='magnitude'")
-    for stack in waiting:
-        if any(block in dense.order.repeated for block in stack.blocks):
+    problem = _why_whole(dense, tried, stacks, by_block) if repeatable else CHANGES
+    problems = run.processes.all_gather("whether calls can be run again", problem)
+    if why := next(filter(None, problems), None):
+        warn_of_whole_runs(run, why, len(by_block.keys() - {None}))
+        if repeatable:
+            still = run.processes.all_gather("whether calls repeat", is_repeatable(dense.again, tried))
+            if not all(still):
+                problem = (
+                    f"{type(run.model).__name__} computes something else since a call of it was stopped, and nothing"
+                )
+                raise ValueError(
+                    f"{problem} in its modules has changed: load it anew, and prune it by method='magnitude'"
+                )
+        return True
+    for stack in stacks:
+        if any(block in dense.repeated for block in stack.blocks):
             warn_of_repeated(run, stack)
-    if waiting and run.config.reconstruct is not None:
+    if run.config.reconstruct is not None:
         count = sum(run.processes.all_gather("the batches to tune by", len(dense.calls)))
         if count < 2:
             raise ValueError(f"reconstruct needs two calibration batches, one to judge, not {count}: give smaller ones")
-    return whole
+    return False
 
 
 def _learn_ways(dense: DenseRun, tried: Sequence[Tried]) -> None:
@@ -543,31 +525,26 @@ def _learn_ways(dense: DenseRun, tried: Sequence[Tried]) -> None:
             dense.again.learn_way(call)
     local_ways = list(dict.fromkeys(tuple(map(blocks.index, call.way)) for call in dense.calls))
     ways = [way for rank_ways in run.processes.all_gather("the ways of calls", local_ways) for way in rank_ways]
-    repeated = {blocks[index] for way in ways for index in way if way.count(index) > 1}
-    dense.order = Order([blocks[index] for index in _merged(ways)], repeated)
+    dense.repeated = {blocks[index] for way in ways for index in way if way.count(index) > 1}
+    dense.blocks = [blocks[index] for index in _merged(ways)]
 
 
 def _why_whole(
     dense: DenseRun, tried: Sequence[Tried], stacks: Sequence[Stack], by_block: Mapping[str | None, Sequence[LayerPlan]]
-) -> Problem | None:
-    """(a stack, why its blocks take whole runs); None if none does."""
-    home, order = {block: stack for stack in stacks for block in stack.blocks}, dense.order.blocks
-    for stack in stacks:
-        for name, block in zip(stack.names, stack.blocks):
-            if block in dense.again.outside:
-                return stack, "its blocks are called outside of a call of the model"
-            reached = any(layer_plan.name in dense.inputs.order for layer_plan in by_block.get(name, []))
-            if reached and block not in order:
-                return stack, "not its blocks are called, but what is inside of them"
+) -> str | None:
+    """Why blocks need runs of the whole model; None if they do not."""
+    blocks = [block for block in dense.blocks if any(block in stack.blocks for stack in stacks)]
+    for name, block in ((name, block) for stack in stacks for name, block in zip(stack.names, stack.blocks)):
+        if block in dense.again.outside:
+            return "its blocks are called outside of a call of the model"
+        if block not in blocks and any(layer_plan.name in dense.inputs.order for layer_plan in by_block.get(name, [])):
+            return "not its blocks are called, but what is inside of them"
     for call in dense.calls if dense.data.run.config.sequential == "none" else ():
-        for before, after in pairwise(block for block in call.way if block in home):
-            if order.index(after) <= order.index(before):  # sparse by then, it would change what others get
-                return home[after], "calls come to its blocks more than once, or in another order in some of them"
-    blocks = [block for block in order if block in home]
-    if not blocks:
-        return None
+        places = [blocks.index(block) for block in call.way if block in blocks]
+        if any(after <= before for before, after in pairwise(places)):  # sparse by then, it changes what others get
+            return "calls come to its blocks more than once, or in another order in some of them"
     walk = dense.walk(dense.data, blocks, [trial.call for trial in tried])
-    return rehearse(walk, tried, Watch(dense.again.run))
+    return rehearse(walk, tried, Watch(dense.again.run)) if blocks else None
 
 
 # blocks with their layers, in the order of calls -------------------------------------------------------------------
@@ -614,34 +591,28 @@ def blocks_in_call_order(run: Run, data: CalibrationData | None) -> list[BlockTa
         return _without_data(run)
     dense = data.dense or run_dense(data).dense
     in_order, by_block = in_call_order(run.plan, dense)
-    stacks = [start for start in in_order if isinstance(start, Stack) and start not in dense.whole]
-    home = {block: stack for stack in stacks for block in stack.blocks}
-    if run.config.sequential == "none":
-        in_order.sort(key=lambda start: start in stacks)
-
-    def task(stack: Stack, block: nn.Module, inputs: Callable[[], Inputs]) -> BlockTask:
-        name = stack.names[stack.blocks.index(block)]
-        plans = by_block.get(name, [])
-        one_pass = run.config.experts != "all_tokens" and not dense.inputs.varying & {plan.name for plan in plans}
-        return BlockTask(name or type(run.model).__name__, plans, dense.inputs.input_of, block, inputs, one_pass)
-
+    if run.config.sequential == "none" and not dense.whole:
+        in_order.sort(key=lambda start: isinstance(start, Stack))
+    home = {block: stack for stack in in_order if isinstance(stack, Stack) for block in stack.blocks}
+    names = {block: name for name, block in run.plan.named_blocks.items()}
+    blocks = [block for block in (home if dense.whole else dense.blocks) if block in home]
     # blocks that no call comes to may have layers that need no data
-    named = {b for stack in home.values() for name, b in zip(stack.names, stack.blocks) if by_block.get(name)}
-    blocks = [block for block in dense.order.blocks if block in home]
-    blocks += [block for block in home if block in named and block not in blocks]
-    walk, whole_model = dense.walk(data, blocks), WholeModel(data)
+    blocks += [block for block in home if by_block.get(names[block]) and block not in blocks]
+    walk, whole_model, input_of = dense.walk(data, blocks), WholeModel(data), dense.inputs.input_of
+
+    def of_block(block: nn.Module) -> BlockTask:
+        plans = by_block.get(names[block], [])
+        one_pass = run.config.experts != "all_tokens" and not dense.inputs.varying & {plan.name for plan in plans}
+        inputs = (lambda: whole_model) if dense.whole else partial(walk.at, block)
+        return BlockTask(names[block] or type(run.model).__name__, plans, input_of, block, inputs, one_pass)
+
     tasks: list[BlockTask] = []
-    for blockwise, starts in groupby(in_order, lambda start: start in stacks):
+    for _, starts in groupby(in_order, type):
         group = list(starts)
-        if blockwise:  # blocks of stacks that follow each other, in the order in which calls come to them
-            in_group = [block for block in blocks if home[block] in group]
-            tasks += [task(home[block], block, partial(walk.at, block)) for block in in_group]
-            continue
-        for start in group:
-            if isinstance(start, Stack):
-                tasks += [task(start, block, lambda: whole_model) for block in start.blocks]
-            else:
-                tasks.append(BlockTask(start.name, [start], dense.inputs.input_of, None, lambda: whole_model))
+        outside = [start for start in group if isinstance(start, LayerPlan)]
+        tasks += [BlockTask(plan.name, [plan], input_of, None, lambda: whole_model) for plan in outside]
+        # of stacks that follow each other in the order in which calls come to their blocks
+        tasks += [of_block(block) for block in blocks if home[block] in group]
     return tasks
 
 

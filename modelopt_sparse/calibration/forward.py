@@ -164,13 +164,12 @@ class CalibrationData:
         elif calls is None:
             calls = load_calls(run.config, run.model, run.report.notes)
         written, processes = _self_written(calls, run), run.processes
-        shared, sha256 = run.config.split_data and processes.size > 1, None
+        shared = run.config.split_data and processes.size > 1
+        sha256 = digest_of([*written, *calls]) if shared else None
         if shared and run.config.tunes:
-            sha256 = digest_of([*written, *calls])
             calls, written = split_steps(calls, processes.size), split_steps(written, processes.size, -len(written))
         calls = [*written, *calls]
         if shared:
-            sha256 = sha256 or digest_of(calls)
             _check_share(calls, sha256, run)
             calls = calls[processes.rank :: processes.size]
         elif processes.size > 1:  # steps of processes that have data of their own are others
@@ -183,7 +182,7 @@ class CalibrationData:
     def only(self, numbers: Sequence[int]) -> "CalibrationData":
         """The user's calls with these numbers alone."""
         assert self.calls is not None
-        dense = self.dense and self.dense.only(numbers)
+        dense = self.dense and replace(self.dense, calls=[self.dense.calls[number] for number in numbers])
         return replace(self, calls=[self.calls[number] for number in numbers], written=0, dense=dense)
 
     @cached_property
@@ -367,7 +366,7 @@ def _written(run: Run, write: Callable[[], list[Call]]) -> list[Call]:
     return calls
 
 
-def _check_share(calls: list[Call], sha256: str, run: Run) -> None:
+def _check_share(calls: list[Call], sha256: str | None, run: Run) -> None:
     """Raise ValueError unless all processes have the same data, and enough of it to share."""
     facts = {"the number of calibration batches": len(calls), "the SHA-256 of the calibration data": sha256}
     advice = "give all of them the same batches in the same order (a shuffling DataLoader needs one seed)"

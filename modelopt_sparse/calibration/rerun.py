@@ -131,37 +131,36 @@ class Leaf:
 class Answer:
     """The output of a block in one visit, and what the block has written into mappings among its arguments, with a
     `Leaf` for each tensor. values: those of the tensors that are kept, by number. random: the states of the random
-    numbers after the visit."""
+    numbers after the visit; None: the block has drawn none."""
 
     output: Any
     written: list[dict[Any, Any]]
+    random: Sequence[Any] | None
     values: Mapping[int, Tensor] = field(default_factory=dict)
-    random: Sequence[Any] = ()
 
     @classmethod
-    def of(
-        cls, output: Any, before: "Arguments", args: tuple, kwargs: dict[str, Any], home: torch.device | None
-    ) -> "Answer | None":
+    def of(cls, output: Any, given: "Arguments", random: Sequence[Any], home: torch.device | None) -> "Answer | None":
         """Without values; None for what no answer holds: sparse and nested tensors, and tensors inside of objects of an
-        output. ``before``: the arguments before the visit. ``home``: where the model will see the output, if not where
-        it is."""
-        if any(x.is_nested or x.layout != torch.strided for x in flat_tensors((output, args, kwargs))):
+        output. ``random``: the states of the random numbers before the visit. ``home``: where the model will see the
+        output, if not where it is."""
+        if any(x.is_nested or x.layout != torch.strided for x in flat_tensors((output, given.args, given.kwargs))):
             return None
         objects = [leaf for leaf in leaves_of((output,)) if not isinstance(leaf, Tensor)]
         if any(isinstance(part, Tensor) for _, part in parts_within(objects)):
             return None
-        inputs, numbers = enumerate(zip(before.tensors, before.versions)), count()
+        inputs, numbers = enumerate(zip(given.tensors, given.versions)), count()
         indices = {id(x): n for n, (x, was) in inputs if not x.is_inference() and version(x) == was}
         written = [
             {key: value for key, value in mapping.items() if was.get(key, was) is not value}
-            for was, mapping in zip(before.mappings, mappings(args, kwargs))
+            for was, mapping in zip(given.copies, given.mappings)
         ]
 
         def leaf(x: Tensor) -> Leaf:
             meta = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
             return Leaf(next(numbers), meta, home or x.device, indices.get(id(x)))
 
-        return cls(*map_tensors(leaf, (output, written)))
+        (output, written), after = map_tensors(leaf, (output, written)), random_states()
+        return cls(output, written, None if same_states(random, after) else after)
 
     @property
     def kind(self) -> list[Any] | None:
@@ -171,52 +170,48 @@ class Answer:
             return None
         return [(x.meta.shape, x.meta.dtype, x.same) if isinstance(x, Leaf) else type(x) for x in leaves]
 
-    def tensors(self, output: Any, args: tuple, kwargs: dict[str, Any]) -> list[Tensor]:
+    def tensors(self, output: Any, given: "Arguments") -> list[Tensor]:
         """The tensors of the visit that this answer was made of, in the order of their numbers."""
-        written = [{key: new[key] for key in old} for old, new in zip(self.written, mappings(args, kwargs))]
+        written = [{key: new[key] for key in old} for old, new in zip(self.written, given.mappings)]
         return flat_tensors((output, written))
 
-    def put_out(self, args: tuple, kwargs: dict[str, Any], index: int, need: Callable[[], NoReturn]) -> Any:
+    def put_out(self, given: "Arguments", index: int, need: Callable[[], NoReturn]) -> Any:
         """Rebuild the output for visit ``index`` of a call, in which the block is called with these arguments. A tensor
         that is neither kept nor an argument is `Unknown`."""
-        inputs = flat_tensors((args, kwargs))
 
         def tensor(leaf: Any) -> Any:
             if not isinstance(leaf, Leaf):
                 return leaf
             if leaf.number in self.values:
                 return self.values[leaf.number].to(leaf.device, copy=True)  # the model may write to it
-            if leaf.same is not None and leaf.same < len(inputs):
-                return inputs[leaf.same]
+            if leaf.same is not None and leaf.same < len(given.tensors):
+                return given.tensors[leaf.same]
             return Unknown(leaf.meta, leaf.device, {(index, leaf.number)}, need)
 
         output, written = map_leaves(tensor, (self.output, self.written))
-        for mapping, new in zip(mappings(args, kwargs), written):
+        for mapping, new in zip(given.mappings, written):
             mapping.update(new)
         return output
 
 
 class Arguments:
-    """The tensors among a block's arguments, how often they have been written to, and copies of the mappings."""
+    """What a block is called with in one visit: the tensors in it, and how often they have been written to; the
+    mappings, which the block may write to, and copies of them."""
 
     def __init__(self, args: tuple, kwargs: dict[str, Any]) -> None:
+        self.args, self.kwargs = args, kwargs
         self.tensors = flat_tensors((args, kwargs))
         self.versions = [version(x) for x in self.tensors]
-        self.mappings = [dict(mapping) for mapping in mappings(args, kwargs)]
+        self.mappings = [value for value in (*args, *kwargs.values()) if isinstance(value, MutableMapping)]
+        self.copies = [dict(mapping) for mapping in self.mappings]
 
-
-def mappings(args: tuple, kwargs: dict[str, Any]) -> list[MutableMapping[Any, Any]]:
-    """The mappings among a block's arguments, which it may write to."""
-    return [value for value in (*args, *kwargs.values()) if isinstance(value, MutableMapping)]
-
-
-def signature(args: tuple, kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """A key for the shapes of a block's output: shapes and types of its arguments, and numbers among them."""
-    leaves = []
-    for leaf in leaves_of((args, kwargs)):
-        constant = leaf if isinstance(leaf, (bool, int, float, str)) else type(leaf)
-        leaves.append((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else constant)
-    return len(args), tuple(kwargs), tuple(leaves)
+    def signature(self) -> tuple[Any, ...]:
+        """A key for the shapes of a block's output: shapes and types of its arguments, and numbers among them."""
+        leaves = []
+        for leaf in leaves_of((self.args, self.kwargs)):
+            constant = leaf if isinstance(leaf, (bool, int, float, str)) else type(leaf)
+            leaves.append((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else constant)
+        return len(self.args), tuple(self.kwargs), tuple(leaves)
 
 
 # random numbers -------------------------------------------------------------------------------------------------------
@@ -255,18 +250,12 @@ def drawing_from(states: Sequence[Any] | int) -> Iterator[None]:
         draw_from(before)
 
 
-def shared_states(states: list[Any], before: Sequence[Any]) -> list[Any]:
-    """``states``, with the objects of ``before`` in place of those that are equal, so that each is held once."""
-    torch_state, on_cuda, python_state, numpy_state = before
-    if torch.equal(states[0], torch_state):
-        states[0] = torch_state
-    if all(map(torch.equal, states[1], on_cuda)) and len(states[1]) == len(on_cuda):
-        states[1] = on_cuda
-    if states[2] == python_state:
-        states[2] = python_state
-    if np.array_equal(states[3][1], numpy_state[1]) and states[3][2:] == numpy_state[2:]:
-        states[3] = numpy_state
-    return states
+def same_states(first: Sequence[Any], second: Sequence[Any]) -> bool:
+    """Whether nothing was drawn between the two times that these states are of."""
+    torch_state, on_cuda, python_state, numpy_state = second
+    same = first[2] == python_state and all(map(np.array_equal, first[3], numpy_state))
+    same &= torch.equal(first[0], torch_state) and len(first[1]) == len(on_cuda)
+    return same and all(map(torch.equal, first[1], on_cuda))
 
 
 # what a call that was stopped leaves behind: attributes, buffers, torch's flags, writes to its arguments --------------

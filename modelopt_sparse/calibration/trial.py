@@ -66,10 +66,10 @@ def same_fingerprint(first: Fingerprint, second: Fingerprint) -> bool:
     if [entry[:2] for entry in first] != [entry[:2] for entry in second]:
         return False
     for (dtype, _, numbers), (_, _, others) in zip(first, second):
-        if len(numbers) == 1:
-            if numbers != others:
-                return False
+        if numbers == others:
             continue
+        if len(numbers) == 1:
+            return False
         inexact = dtype.is_floating_point or dtype.is_complex
         share = max(ROUNDING, 2 * torch.finfo(dtype).eps) if inexact else 0.0
         distance = math.dist(numbers[1:], others[1:]) / math.sqrt(SIGNS)
@@ -80,19 +80,18 @@ def same_fingerprint(first: Fingerprint, second: Fingerprint) -> bool:
 
 @dataclass(frozen=True)
 class Visit:
-    """One visit of a block: fingerprints of its layers' inputs, in order, and of its output (None: it has answered)."""
+    """One visit of a block: fingerprints of its layers' inputs, in order, and of its own output; none if it has
+    answered."""
 
     block: nn.Module
-    inputs: list[tuple[nn.Module, Fingerprint]]
-    output: Fingerprint | None
+    prints: list[tuple[nn.Module, Fingerprint]]
 
     def is_like(self, whole: "Visit") -> bool:
         """Whether it is the same visit as ``whole``, which is of a whole run."""
-        if self.block is not whole.block or self.output is None or whole.output is None:
-            return self.block is whole.block
-        pairs = [*zip(self.inputs, whole.inputs), ((None, self.output), (None, whole.output))]
+        pairs = zip(self.prints, whole.prints)
         alike = all(a is b and same_fingerprint(first, second) for (a, first), (b, second) in pairs)
-        return alike and len(self.inputs) == len(whole.inputs)
+        complete = len(self.prints) in (0, len(whole.prints))
+        return self.block is whole.block and alike and complete
 
 
 @dataclass
@@ -117,7 +116,8 @@ class Watch:
                 return
             if not self.runs or self.runs[-1][0] is not attempt:
                 self.runs.append((attempt, []))
-            self.runs[-1][1].append(Visit(block, self._inputs, fingerprint_of(output, exact=exact) if ran else None))
+            prints = [*self._inputs, (block, fingerprint_of(output, exact=exact))] if ran else []
+            self.runs[-1][1].append(Visit(block, prints))
             self._inputs = []
 
         with ExitStack() as hooks:
@@ -157,7 +157,6 @@ class Tried:
     truth: list[Visit] | None
 
 
-Problem = tuple[Stack, str]  # a stack of which blocks cannot answer, and why
 CHANGES = "a call that is run again computes something else"
 OTHER_OUTPUT = "blocks that answer in the place of computing do not give the model's own output"
 
@@ -167,7 +166,7 @@ def truth_of(calls: Calls, tried: Sequence[NumberedCall]) -> list[Tried]:
     watch, made = Watch(calls.run), []
     with watch.watching(calls), calls.watching(), forward_context(calls.run):
         for call in map(WalkedCall, tried):
-            calls.whole(call)
+            calls.run_to(call)
             runs = watch.take()
             made.append(Tried(call, runs[0][1] if runs else []))
     return made
@@ -175,47 +174,44 @@ def truth_of(calls: Calls, tried: Sequence[NumberedCall]) -> list[Tried]:
 
 def is_repeatable(calls: Calls, tried: Sequence[Tried]) -> bool:
     """Whether the calls compute the same as before when they are run whole once more."""
-    before = [trial for trial in tried if trial.truth is not None]
-    repeated = [trial.truth or [] for trial in truth_of(calls, [trial.call.numbered for trial in before])]
-    truths = [trial.truth or [] for trial in before]
-    return all(_alike(visits, truth) and len(visits) == len(truth) for visits, truth in zip(repeated, truths))
+    repeated = truth_of(calls, [trial.call.numbered for trial in tried])
+    pairs = [(again.truth or [], trial.truth or []) for again, trial in zip(repeated, tried)]
+    return all(_alike(visits, truth) and len(visits) == len(truth) for visits, truth in pairs)
 
 
 def _alike(visits: Sequence[Visit], truth: Sequence[Visit]) -> bool:
     return len(visits) <= len(truth) and all(visit.is_like(whole) for visit, whole in zip(visits, truth))
 
 
-def rehearse(walk: AtBlock, tried: Sequence[Tried], watch: Watch) -> Problem | None:
+def rehearse(walk: AtBlock, tried: Sequence[Tried], watch: Watch) -> str | None:
     """Do with the dense model what the run will do with the calls that are ``tried``, each block twice -> why it is not
     what whole runs do; None: it is. ``walk``: of these calls. ``watch``: sees the layers that were seen in whole
     runs."""
     calls, run = walk.again, walk.run
     truth = {id(trial.call.numbered): trial.truth for trial in tried}
-    stack = calls.stack_of[walk.order.blocks[0]]
     try:
         with buffers_kept(run.model):
-            for block in walk.order.blocks:
-                stack = calls.stack_of[block]
+            for block in walk.blocks:
                 run.storage.load(block)  # before it moves to the execution device
                 at_block = walk.at(block)
                 with at_block.on_device(), watch.watching(calls):
-                    for _ in range(2 if block is walk.order.blocks[-1] else 1):
+                    for _ in range(2 if block is walk.blocks[-1] else 1):
                         at_block.collect()
                     at_block.advance()
                 for attempt, visits in watch.take():
                     expected = truth[id(attempt.call.numbered)]
                     if expected is not None and not _alike(visits, expected):
-                        return stack, OTHER_OUTPUT
+                        return OTHER_OUTPUT
     except (PaddingError, Unreadable):
         raise
     except (ValueError, RuntimeError) as error:  # the model's own are `errors_name_batch`'s
-        return stack, f"calls cannot be run again ({error.__cause__ or error})"
+        return f"calls cannot be run again ({error.__cause__ or error})"
     return None
 
 
-def warn_of_whole_runs(run: Run, stack: Stack, why: str, pruned: int) -> None:
+def warn_of_whole_runs(run: Run, why: str, pruned: int) -> None:
     """Say what whole runs cost, in a warning and in the report; a streamed model is refused."""
-    why = f"stack {stack.name or type(run.model).__name__!r} is calibrated through the whole model, because {why}"
+    why = f"{type(run.model).__name__} is calibrated through the whole model, because {why}"
     if not run.storage.resident:
         raise ValueError(f"{why}: streaming would read all of it once for each block; do it with the model in memory")
     text = f"{why}: {pruned} runs of the model over the data, one for each block, instead of two"

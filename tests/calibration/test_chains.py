@@ -12,7 +12,7 @@ from tests.models.stacked import STACKED, Between, Stacked, vectors
 from tests.oracles.brute_force import assert_stats, brute_force
 
 
-@pytest.mark.filterwarnings("ignore:stack 'blocks' is calibrated through the whole model")
+@pytest.mark.filterwarnings("ignore:.* is calibrated through the whole model")
 def test_a_loop_may_be_in_inference_mode_for_a_part_of_the_data():
     """Statistics are ordinary tensors, which methods may go on with as they like."""
 
@@ -66,7 +66,7 @@ def test_blocks_whose_answers_are_not_enough_are_calibrated_through_the_whole_mo
     why, cost = WHOLE[kind, sequential], "3 runs of the model over the data, one for each block, instead of two"
     # no two runs of some models compute the same
     calibrate = assert_calibrated if kind is not stacked.Kept else lambda *_: mts.sparsify(model, data_loader=vectors())
-    with pytest.warns(UserWarning, match=f"stack 'blocks' is calibrated .* because {why}: {cost}"):
+    with pytest.warns(UserWarning, match=f"{kind.__name__} is calibrated .* because {why}: {cost}"):
         calibrate(model, STACKED, vectors(), sequential)
     assert any(why in note for note in mts.report(model).notes)
     assert thread_state() == before

@@ -66,7 +66,7 @@ def test_layers_that_share_some_of_their_inputs_share_no_statistics(block, seque
     assert_calibrated(Stacked(block=block), STACKED, vectors(), sequential)
 
 
-@pytest.mark.filterwarnings("ignore:stack 'blocks' is calibrated through the whole model")
+@pytest.mark.filterwarnings("ignore:.* is calibrated through the whole model")
 def test_sharing_that_changes_in_the_whole_model():
     assert_calibrated(Between(block=Sometimes), STACKED, vectors(), "block")
 
