@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Trainer, TrainingArguments
 
 import modelopt_sparse as mts
-from modelopt_sparse.calibration.calls import AtBlock, WalkedCall
+from modelopt_sparse.calibration.calls import AtBlock
 from modelopt_sparse.methods.patterns import Unstructured
 from modelopt_sparse.methods.scores import Magnitude
 from modelopt_sparse.plan.options import SparsifyConfig
@@ -513,7 +513,7 @@ def test_calls_that_do_not_come_to_a_block_count_for_what_judges(monkeypatch):
     monkeypatch.setattr("modelopt_sparse.calibration.calls.forward_context", lambda run: nullcontext())
     monkeypatch.setattr("modelopt_sparse.calibration.calls.input_hooks", lambda *args: nullcontext(Mock()))
     block = nn.Linear(2, 2)
-    calls = [WalkedCall(SimpleNamespace(number=number, masks=None), (block,)) for number in (1, 3)]  # type: ignore[arg-type]  # what is asked of a call
+    calls: Any = [SimpleNamespace(number=number, masks=None, way=(block,)) for number in (1, 3)]
     again, seen, places = MagicMock(), _Seen(Mock(), Mock(), set()), []
     again.run_to.side_effect = lambda *args: places.append(seen.number)
     AtBlock(again, calls, [block], ()).at(block).collect([], seen.see, seen.begin)

@@ -90,7 +90,7 @@ def reconstruct(
     # pruned weights are zeros; to let masks see to it in each call takes a twentieth of a step
     with forward_context(run), without_masks(inputs.block), only_these_require_grad(inputs.block, weights):
         token_masks = _token_masks(block, inputs, goals.outputs)
-        batches = BatchNumbers.of_calls(inputs.data, [call.numbered.number for call in inputs.calls])
+        batches = BatchNumbers.of_calls(inputs.data, [call.number for call in inputs.calls])
         energies = [float(squared(goal.float(), index)) for index, goal in enumerate(goals.outputs)]
         step_energies, sizes = batches.per_step(energies), batches.per_step([goal.numel() for goal in goals.outputs])
         judge = partial(batches.validation_error, lambda index: (float(error(index)), energies[index]))
@@ -114,7 +114,7 @@ def reconstruct(
 
 def _token_masks(block: BlockTask, inputs: AtBlock, goals: list[Tensor]) -> list[Tensor | None]:
     """The real tokens of a block's outputs, by batch, as bool masks; None: all are real."""
-    masks = [call.numbered.masks.at(inputs.data.sides[inputs.block]) for call in inputs.calls]
+    masks = [call.masks.at(inputs.data.sides[inputs.block]) for call in inputs.calls]
     for mask, goal in zip(masks, goals):
         if mask is not None and goal.shape[:-1] != mask.shape:
             shapes = f"an output of shape {list(goal.shape)}, and the token mask has shape {list(mask.shape)}"

@@ -13,7 +13,7 @@ as they are, and keeps every output from then on.
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Container, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -66,30 +66,6 @@ class Stop(BaseException):
 
 
 @dataclass(eq=False)
-class WalkedCall:
-    """A call on its way through the blocks.
-
-    way: the blocks that it comes to, in order, each as often as the call comes to it; empty before that is seen.
-    needed: each tensor of a block's output that is needed later -> the index of the last visit that needs it; None:
-      that is not known, and what blocks put out may also decide where the call goes.
-    answers: those of its first visits, which are over for good. keeps_all: with all that blocks have put out.
-    starts_again: whether it may, because blocks that have answered are what they were.
-    """
-
-    numbered: NumberedCall
-    way: tuple[nn.Module, ...] = ()
-    needed: Mapping[Source, int] | None = None
-    answers: list[Answer] = field(default_factory=list)
-    keeps_all: bool = False
-    starts_again: bool = True
-
-    def going_on(self) -> "WalkedCall":
-        """A copy that goes on from its answers, and keeps all later ones that may be needed. It cannot start again."""
-        keeps_all = self.keeps_all or self.needed is None
-        return replace(self, answers=[*self.answers], keeps_all=keeps_all, starts_again=False)
-
-
-@dataclass(eq=False)
 class Attempt:
     """One run of a call, while it lasts.
 
@@ -101,7 +77,7 @@ class Attempt:
     guessed: something in this run is unknown. needed: its values were asked for.
     """
 
-    call: WalkedCall
+    call: NumberedCall
     wanted: nn.Module | None = None
     finished: Set[nn.Module] = frozenset()
     only_shapes: bool = False
@@ -132,7 +108,7 @@ class Calls:
     """Runs calls of the model while its blocks are watched.
 
     stack_of: block -> its stack. outside: blocks that were called outside of a call of the model.
-    seen: gets each visit of a block.
+    attempt: the run under way. seen: gets each visit of a block in it.
     shapes: (block, signature of its arguments) -> its output without values, of all visits that have run; None where
       values decide what it puts out.
     """
@@ -145,19 +121,14 @@ class Calls:
         self.shapes: dict[Any, Answer | None] = {} if shapes is None else shapes
         modules = [*self.run.model.modules()]
         self._state = partial(ModelState, modules, objects_of(modules))
-        self._attempt: Attempt | None = None
+        self.attempt: Attempt | None = None
         self._newest: WeakValueDictionary[Any, Tensor] = WeakValueDictionary()
         moved = self.run.config.device is not None
         self._home = {block: input_device(block) for block in self.stack_of if moved and not has_hook(block)}
 
-    def follow(self, call: WalkedCall) -> None:
-        """A call that the user's own loop makes begins. Which way it goes is seen, until `end_following`."""
-        self._attempt = Attempt(call)
-
-    def end_following(self) -> None:
-        if self._attempt is not None:
-            self._attempt.call.way = tuple(self._attempt.visits)
-        self._attempt = None
+    def follow(self, call: NumberedCall | None) -> None:
+        """A call that the user's own loop makes begins, and is seen; None: it is over."""
+        self.attempt = None if call is None else Attempt(call)
 
     # running a call -------------------------------------------------------------------------------------------------
 
@@ -178,26 +149,27 @@ class Calls:
 
     def _tell(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """Pre-hook of the model and parts of it: note which tokens their arguments call padding, for this call."""
-        attempt = self._attempt
+        attempt = self.attempt
         if attempt is None or attempt.only_shapes:
             return
-        masks = attempt.call.numbered.masks
+        masks = attempt.call.masks
         if module is self.run.model and not attempt.called:  # told before, by arguments that no device is waited for
             attempt.called, masks.told = True, dict(masks.first)
         else:
             masks.tell(module, args, kwargs)
 
-    def learn_way(self, call: WalkedCall) -> None:
+    def learn_way(self, call: NumberedCall) -> None:
         """See to which blocks a call comes, and what these need: by the shapes of what blocks put out, if these tell
         it; else the way alone, by a whole run."""
         try:
             attempt = self._run(Attempt(call, only_shapes=True))
             call.way, call.needed = tuple(attempt.visits), attempt.needs
         except Needed:
-            if not call.way:
-                self.run_to(call)
+            self.run_to(call)
 
-    def run_to(self, call: WalkedCall, block: nn.Module | None = None, finished: Set[nn.Module] = frozenset()) -> None:
+    def run_to(
+        self, call: NumberedCall, block: nn.Module | None = None, finished: Set[nn.Module] = frozenset()
+    ) -> None:
         """Run a call until it has come to ``block`` for the last time; None: to its end. What ``finished`` blocks put
         out is kept from now on. The way of a call that has come to its end is the one that it went now."""
         attempt = Attempt(call, block, finished, gradients=torch.is_grad_enabled())
@@ -205,17 +177,17 @@ class Calls:
             self._run(attempt)
         except Needed:
             if call.keeps_all or attempt.begun or not call.starts_again:
-                problem = f"batch {call.numbered.number}: the model looks at what an earlier block has put out"
+                problem = f"batch {call.number}: the model looks at what an earlier block has put out"
                 raise RuntimeError(f"{problem}, which the calls that were tried do not: leave it out") from None
             call.answers, call.keeps_all = [], True
             self.run_to(call, block, finished)
 
     def _run(self, attempt: Attempt) -> Attempt:
         """Raises `Needed` if the call asks for what was not kept."""
-        call, self._attempt, ended = attempt.call, attempt, False
+        call, self.attempt, ended = attempt.call, attempt, False
         if attempt.wanted is not None:
             attempt.last = max((n for n, block in enumerate(call.way) if block is attempt.wanted), default=None)
-        state, (copied_call, put_back) = self._state(), with_copied_arguments(call.numbered.call)
+        state, (copied_call, put_back) = self._state(), with_copied_arguments(call.call)
         try:
             with ExitStack() as hooks:
                 if attempt.wanted is not None:  # after all other hooks, which see the output
@@ -223,7 +195,7 @@ class Calls:
                 hooks.enter_context(torch.no_grad())
                 if attempt.wanted is not None and attempt.gradients:  # the block's hooks see them, too
                     hooks.callback(attempt.wanted.register_forward_pre_hook(_with_gradients, prepend=True).remove)
-                call_model(self.run, copied_call, call.numbered.number, call.numbered.random)
+                call_model(self.run, copied_call, call.number, call.random)
             ended = not attempt.over
         except Stop:
             pass
@@ -233,7 +205,7 @@ class Calls:
             if not attempt.over:
                 raise
         finally:
-            self._attempt = None
+            self.attempt = None
             put_back()
             if not ended or attempt.only_shapes:
                 state.put_back()
@@ -251,7 +223,7 @@ class Calls:
 
     def _visit(self, block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Take the place of a block's ``forward``: answer with a kept output, compute, or stop the call."""
-        attempt = self._attempt
+        attempt = self.attempt
         if attempt is None:
             self.outside.add(block)
             return forward(*args, **kwargs)
@@ -260,41 +232,41 @@ class Calls:
         if attempt.over:
             raise Stop  # the model has caught the first one
         attempt.visits.append(block)
-        given = Arguments(args, kwargs)
-        answer = self._answer(attempt, block, given)
+        arguments = Arguments(args, kwargs)
+        answer = self._answer(attempt, block, arguments)
         if answer is None:
-            output = self._computed(attempt, block, forward, given)
+            output = self._computed(attempt, block, forward, arguments)
         else:
-            output = answer.put_out(given, attempt.index, attempt.need)
+            output = answer.put_out(arguments, attempt.index, attempt.need)
             attempt.guessed |= any(isinstance(x, Unknown) for x in flat_tensors(output))
         if self.seen is not None:
             self.seen(attempt, block, output, answer is None)
         return output
 
-    def _answer(self, attempt: Attempt, block: nn.Module, given: Arguments) -> Answer | None:
+    def _answer(self, attempt: Attempt, block: nn.Module, arguments: Arguments) -> Answer | None:
         """The kept output that answers the visit which has begun; None: the block computes."""
         call, index = attempt.call, attempt.index
         if attempt.only_shapes:
-            for x in given.tensors:
+            for x in arguments.tensors:
                 attempt.needs |= dict.fromkeys(x.sources if isinstance(x, Unknown) else (), index)
-            return self.shapes.get((block, given.signature())) or attempt.need()
+            return self.shapes.get((block, arguments.signature())) or attempt.need()
         if index >= len(call.answers):
             return None
         if call.way[index] is not block:
-            batch = f"calibration batch {call.numbered.number}"
+            batch = f"calibration batch {call.number}"
             raise RuntimeError(f"{batch} comes to the blocks in another order than before, with the same inputs")
         answer = call.answers[index]
         if answer.random is not None:
             draw_from(answer.random)  # as if the block had drawn its own
         return answer
 
-    def _computed(self, attempt: Attempt, block: nn.Module, forward: Callable, given: Arguments) -> Any:
-        if any(isinstance(x, Unknown) for x in given.tensors):
+    def _computed(self, attempt: Attempt, block: nn.Module, forward: Callable, arguments: Arguments) -> Any:
+        if any(isinstance(x, Unknown) for x in arguments.tensors):
             attempt.need()
-        index, key, random = attempt.index, (block, given.signature()), random_states()
+        index, key, random = attempt.index, (block, arguments.signature()), random_states()
         attempt.begun |= block is attempt.wanted
-        output = self._forward(attempt, block, forward, given.args, given.kwargs)
-        answer = Answer.of(output, given, random, self._home.get(block))
+        output = self._forward(attempt, block, forward, arguments.args, arguments.kwargs)
+        answer = Answer.of(output, arguments, random, self._home.get(block))
         dense_wanted = self.run.config.sequential == "none" or self.run.config.reconstruct is not None
         if answer is None and block in attempt.finished and dense_wanted:
             raise RuntimeError(f"the output of a {type(block).__name__} cannot be kept: nested, sparse or in an object")
@@ -303,13 +275,13 @@ class Calls:
             if known is None or answer.kind is None or answer.kind != known.kind:
                 self.shapes[key] = attempt.call.needed = None
             if index == len(attempt.call.answers) and block in attempt.finished:
-                self._keep(attempt, answer, answer.tensors(output, given))
+                self._keep(attempt, answer, answer.tensors(output, arguments))
         if attempt.last is not None and attempt.call.way[index : index + 1] != (block,):
             attempt.last = None  # another way than before: it is run to its end
         return output
 
     def _after(self, block: nn.Module, args: Any, output: Any) -> None:
-        attempt = self._attempt
+        attempt = self.attempt
         if attempt is not None and attempt.last == attempt.index:
             attempt.over = True
             raise Stop
@@ -410,13 +382,13 @@ class AtBlock:
     """
 
     again: Calls
-    walked: list[WalkedCall]
+    walked: list[NumberedCall]
     blocks: Sequence[nn.Module]
     repeated: Container[nn.Module]
     done: frozenset[nn.Module] = frozenset()
-    dense: dict[Stack, list[WalkedCall]] = field(default_factory=dict)
+    dense: dict[Stack, list[NumberedCall]] = field(default_factory=dict)
     block: nn.Module = field(init=False)
-    calls: list[WalkedCall] = field(init=False)
+    calls: list[NumberedCall] = field(init=False)
 
     @property
     def data(self) -> CalibrationData:
@@ -455,13 +427,14 @@ class AtBlock:
         """Run each call to the block; ``begin`` gets it first, and ``see`` sees the inputs of the layers. ``go_on``:
         the block's output is kept, as in `advance`."""
         hooks = input_hooks(layer_plans, [self.block], self.data.sides, see)
+        done = self.done | {self.block} if go_on else self.done
         with self.again.watching(), hooks as padding, forward_context(self.run):
             for call in self.calls:
-                padding.masks = call.numbered.masks
-                begin(call.numbered)
-                self._run_to(call, self.block, self.done, go_on=go_on)
+                padding.masks = call.masks
+                begin(call)
+                self._run_to(call, self.block, done)
+        self.done = done
         if go_on:
-            self.done |= {self.block}
             self._leave()
 
     def advance(self) -> None:
@@ -489,13 +462,13 @@ class AtBlock:
         for call in self.walked:
             call.answers.clear()
 
-    def _run_to(self, call: WalkedCall, block: nn.Module | None, done: Set[nn.Module], *, go_on: bool = False) -> None:
+    def _run_to(self, call: NumberedCall, block: nn.Module | None, done: Set[nn.Module]) -> None:
         """A call that has come to its end may have gone another way than before, but not back to a finished block."""
         before = call.way
-        self.again.run_to(call, block, done | {self.block} if go_on else done)
+        self.again.run_to(call, block, done)
         if late := [block for block in Counter(call.way) - Counter(before) if block in done]:
             name = next(name for name, block in self.run.plan.named_blocks.items() if block is late[0])
-            problem = f"calibration batch {call.numbered.number} comes back to block {name!r}, which is sparse by now"
+            problem = f"calibration batch {call.number} comes back to block {name!r}, which is sparse by now"
             raise ValueError(f"{problem}; its statistics are without that: leave this batch out")
 
     # for permutation and reconstruction, before and after the layers of a block are solved ----------------------------
@@ -503,7 +476,7 @@ class AtBlock:
     def only(self, numbers: Container[int]) -> "AtBlock":
         """A copy with the calls of these numbers alone."""
         some = copy.copy(self)
-        some.calls = [call for call in self.calls if call.numbered.number in numbers]
+        some.calls = [call for call in self.calls if call.number in numbers]
         return some
 
     def outputs_of(self, modules: Sequence[nn.Module], index: int) -> list[Tensor]:

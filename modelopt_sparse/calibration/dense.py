@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from modelopt_sparse.calibration.calls import AtBlock, Calls, Inputs, WalkedCall, WholeModel
+from modelopt_sparse.calibration.calls import AtBlock, Calls, Inputs, WholeModel
 from modelopt_sparse.calibration.data import Call, digest_of
 from modelopt_sparse.calibration.forward import CalibrationData, NumberedCall, forward_context, input_hooks, input_key
 from modelopt_sparse.calibration.padding import SIDES
@@ -28,13 +28,13 @@ from modelopt_sparse.calibration.rerun import random_states, settings_of
 from modelopt_sparse.calibration.trial import (
     CHANGES,
     Tried,
-    Watch,
     is_repeatable,
     rehearse,
     single_rows,
     truth_of,
     warn_of_repeated,
     warn_of_whole_runs,
+    watching,
 )
 from modelopt_sparse.checks import grouped
 from modelopt_sparse.model.devices import flat_tensors, map_batch, map_tensors, parts_within
@@ -140,7 +140,7 @@ class DenseRun:
     data: CalibrationData
     inputs: SeenInputs
     again: Calls
-    calls: list[WalkedCall] = field(default_factory=list)
+    calls: list[NumberedCall] = field(default_factory=list)
     blocks: Sequence[nn.Module] = ()
     repeated: Container[nn.Module] = ()
     whole: bool = False
@@ -156,10 +156,10 @@ class DenseRun:
         self.units += _units_of(numbered.call)
 
     def walk(
-        self, data: CalibrationData, blocks: Sequence[nn.Module], calls: Sequence[WalkedCall] | None = None
+        self, data: CalibrationData, blocks: Sequence[nn.Module], calls: Sequence[NumberedCall] | None = None
     ) -> AtBlock:
         """A walk of ``calls`` (None: all) through ``blocks``, from their beginning; other blocks always run."""
-        fresh = [WalkedCall(call.numbered, call.way, call.needed) for call in (self.calls if calls is None else calls)]
+        fresh = [replace(call, answers=[]) for call in (self.calls if calls is None else calls)]
         if data.run.config.sequential == "none":
             fresh = [call.going_on() for call in fresh]
         return AtBlock(Calls(data, self.again.shapes), fresh, blocks, self.repeated)
@@ -256,7 +256,7 @@ def _read_by_parents(dense: DenseRun) -> set[str]:
     unseen = [layer for layer in layers if layer.name not in dense.inputs.called and layer.mixture is None]
     with _Reads() as reads:
         if unseen:
-            dense.data.run_model(numbers=[call.numbered.number for call in _one_of_each_kind(dense.calls)])
+            dense.data.run_model(numbers=[call.number for call in _one_of_each_kind(dense.calls)])
     return {layer.name for layer in unseen if layer.values.untyped_storage()._cdata in reads.memory}
 
 
@@ -296,11 +296,10 @@ def _all_real(numbered: NumberedCall) -> list[bool]:
 MAX_KINDS = 4  # of calls that are tried at most
 
 
-def _run_calls(dense: DenseRun, calls: Sequence[Call]) -> list[Tried]:
+def _run_calls(dense: DenseRun, calls: Sequence[Call]) -> Tried:
     """Run a call of each kind, and all if that is not enough -> those that running calls again is tried with."""
     data, run = dense.data, dense.data.run
-    numbered = (NumberedCall(number, call, data.masks_of(call)) for number, call in enumerate(calls))
-    dense.calls = [WalkedCall(numbered_call) for numbered_call in numbered]
+    dense.calls = [NumberedCall(number, call, data.masks_of(call)) for number, call in enumerate(calls)]
     batches = sum(call.row == 0 for call in calls)
     run.report.calibration.update(calls=batches, sha256=data.sha256 or digest_of(calls))
     chosen = _one_of_each_kind(dense.calls)
@@ -312,20 +311,17 @@ def _run_calls(dense: DenseRun, calls: Sequence[Call]) -> list[Tried]:
         _run_some(dense, others)
     beside = others[:1]
     if run.storage.resident:
-        tried = [_tried(dense, call.numbered) for call in (*chosen[:MAX_KINDS], *beside)]
+        tried = {}
+        for call in (*chosen[:MAX_KINDS], *beside):
+            tried |= _tried(dense, call)
     else:  # each run of the model reads all weights
-        tried = [*truth[:MAX_KINDS], *(Tried(WalkedCall(call.numbered), None) for call in beside)]
-    return tried + _beside(dense, tried)
+        tried = {call: truth.get(call) for call in chosen[:MAX_KINDS]} | dict.fromkeys(beside)
+    return tried | _beside(dense, tried)
 
 
-def _one_of_each_kind(calls: Sequence[WalkedCall]) -> list[WalkedCall]:
-    kinds: list[Any] = []
-    chosen = []
-    for call in calls:
-        if (kind := kind_of(call.numbered)) not in kinds:
-            kinds.append(kind)
-            chosen.append(call)
-    return chosen
+def _one_of_each_kind(calls: Sequence[NumberedCall]) -> list[NumberedCall]:
+    kinds = [kind_of(call) for call in calls]
+    return [call for number, call in enumerate(calls) if kinds.index(kinds[number]) == number]
 
 
 def _tried(dense: DenseRun, numbered: NumberedCall) -> Tried:
@@ -333,86 +329,79 @@ def _tried(dense: DenseRun, numbered: NumberedCall) -> Tried:
     rows = (NumberedCall(numbered.number, row, dense.data.masks_of(row)) for row in single_rows(numbered.call))
     row = next((row for row in rows if _all_real(row) == _all_real(numbered)), numbered)
     try:
-        (tried,) = truth_of(dense.again, [row])
+        return truth_of(dense.again, [row])
     except ValueError:
-        (tried,) = truth_of(dense.again, [numbered])
-    return tried
+        return truth_of(dense.again, [numbered])
 
 
-def _beside(dense: DenseRun, tried: Sequence[Tried]) -> list[Tried]:
+def _beside(dense: DenseRun, tried: Tried) -> Tried:
     """Another call to go beside an only one, whose rows are in another order, or whose columns where it has one row: by
     itself a call would not show that it takes over something of the call before. None if the model does not take it."""
     if len(tried) != 1:
-        return []
-    numbered = tried[0].call.numbered
+        return {}
+    (only,) = tried
     args, kwargs = map_batch(
-        lambda x: x.roll(1, 0 if len(x) > 1 else -1) if x.dim() else x, (numbered.call.args, numbered.call.kwargs)
+        lambda x: x.roll(1, 0 if len(x) > 1 else -1) if x.dim() else x, (only.call.args, only.call.kwargs)
     )
-    call = replace(numbered.call, args=args, kwargs=kwargs)
-    rolled = replace(numbered, call=call, masks=dense.data.masks_of(call))
+    call = replace(only.call, args=args, kwargs=kwargs)
     with suppress(ValueError):
-        return truth_of(dense.again, [rolled])
-    return []
+        return truth_of(dense.again, [NumberedCall(only.number, call, dense.data.masks_of(call), only.random)])
+    return {}
 
 
-def _run_some(dense: DenseRun, chosen: Sequence[WalkedCall]) -> list[Tried]:
+def _run_some(dense: DenseRun, chosen: Sequence[NumberedCall]) -> Tried:
     """Run some calls whole; the inputs of layers are seen. Of a streamed model also what is compared later."""
     data, run, again = dense.data, dense.data.run, dense.again
-    watch, made, hooks = Watch(run), [], input_hooks(run.plan.layers, run.plan.blocks, data.sides, dense.see)
+    hooks = input_hooks(run.plan.layers, run.plan.blocks, data.sides, dense.see)
     with (
         run.bar("run the dense model", "batch", len(chosen)) as bar,
-        nullcontext() if run.storage.resident else watch.watching(again),
+        nullcontext({}) if run.storage.resident else watching(again, run) as runs,
         again.watching(moved_by_hooks=True),
         hooks as padding,
         forward_context(run),
     ):
         for call in chosen:
-            padding.masks = call.numbered.masks
-            dense.begin(call.numbered)
+            padding.masks = call.masks
+            dense.begin(call)
             again.run_to(call)
-            made += [Tried(call, visits) for _, visits in watch.take()]
             bar.update()
     dense.inputs.begin(-1)  # the last call is over
-    return made
+    return {attempt.call: visits for attempt, visits in runs.items()}
 
 
-def _run_loop(dense: DenseRun) -> list[Tried]:
+def _run_loop(dense: DenseRun) -> Tried:
     """A forward_loop runs once, to its end. What it calls the model with is kept -> calls that are tried."""
     data, run, again = dense.data, dense.data.run, dense.again
-    watch, kinds, tried, modules = Watch(run), list[Any](), list[Tried](), [*run.model.modules()]
-
-    def take_runs() -> None:
-        """Of the calls before, with what layers behind the last block have seen."""
-        tried.extend(Tried(attempt.call, visits) for attempt, visits in watch.take())
+    kinds, tried, modules = list[Any](), Tried(), [*run.model.modules()]
 
     @torch.inference_mode(False)  # an inference tensor could not be saved for a backward pass through a block
     def keep(numbered: NumberedCall) -> None:
-        take_runs()
         args, kwargs = numbered.call.args, numbered.call.kwargs
         call = Call(*map_tensors(lambda x: x.detach().clone(), (args, dict(kwargs))))
         recorded = NumberedCall(numbered.number, call, numbered.masks, random_states())
         kind = kind_of(recorded), settings_of(modules)  # the loop may change these in between
-        watch.on = len(kinds) <= MAX_KINDS and (kind not in kinds or len(kinds) == len(dense.calls) == 1)
-        kinds.extend([kind] * watch.on)
-        dense.calls.append(WalkedCall(recorded))
-        again.follow(dense.calls[-1])
+        if len(kinds) <= MAX_KINDS and (kind not in kinds or len(kinds) == len(dense.calls) == 1):
+            kinds.append(kind)
+            tried[recorded] = []
+        dense.calls.append(recorded)
+        again.follow(recorded)
         dense.begin(recorded)
 
     with (
         again.watching(),
-        watch.watching(again),
-        run.model.register_forward_hook(lambda *_: again.end_following(), always_call=True),
+        watching(again, run, tried) as runs,
+        run.model.register_forward_hook(lambda *_: again.follow(None), always_call=True),
     ):
         data.run_model(keep, input_hooks(run.plan.layers, run.plan.blocks, data.sides, dense.see))
     dense.inputs.begin(-1)  # the last call is over
-    sha256 = digest_of(call.numbered.call for call in dense.calls)
+    sha256 = digest_of(call.call for call in dense.calls)
     run.report.calibration.update(calls=len(dense.calls), sha256=sha256)
     if not dense.inputs.order:
         raise ValueError(
             "forward_loop called no layer; it must run model(...), or parts of it, on the calibration data"
         )
-    take_runs()
-    return tried + _beside(dense, tried)
+    tried |= {attempt.call: visits for attempt, visits in runs.items()}
+    return tried | _beside(dense, tried)
 
 
 def _agree(dense: DenseRun) -> None:
@@ -485,7 +474,7 @@ def _check(seen: SeenInputs, run: Run) -> None:
 
 
 def _needs_whole_runs(
-    dense: DenseRun, tried: Sequence[Tried], stacks: Sequence[Stack], by_block: Mapping[str | None, Sequence[LayerPlan]]
+    dense: DenseRun, tried: Tried, stacks: Sequence[Stack], by_block: Mapping[str | None, Sequence[LayerPlan]]
 ) -> bool:
     """Whether blocks are calibrated by runs of the whole model, with a note and a warning that say why."""
     run, repeatable = dense.data.run, True
@@ -517,11 +506,11 @@ def _needs_whole_runs(
     return False
 
 
-def _learn_ways(dense: DenseRun, tried: Sequence[Tried]) -> None:
+def _learn_ways(dense: DenseRun, tried: Tried) -> None:
     """See to which blocks each call comes, and in which order all calls of all processes come to them."""
     run, blocks = dense.data.run, list(dense.data.run.plan.blocks)
     with dense.again.watching(), forward_context(run):
-        for call in (*dense.calls, *(trial.call for trial in tried)):
+        for call in (*dense.calls, *tried):
             dense.again.learn_way(call)
     local_ways = list(dict.fromkeys(tuple(map(blocks.index, call.way)) for call in dense.calls))
     ways = [way for rank_ways in run.processes.all_gather("the ways of calls", local_ways) for way in rank_ways]
@@ -530,7 +519,7 @@ def _learn_ways(dense: DenseRun, tried: Sequence[Tried]) -> None:
 
 
 def _why_whole(
-    dense: DenseRun, tried: Sequence[Tried], stacks: Sequence[Stack], by_block: Mapping[str | None, Sequence[LayerPlan]]
+    dense: DenseRun, tried: Tried, stacks: Sequence[Stack], by_block: Mapping[str | None, Sequence[LayerPlan]]
 ) -> str | None:
     """Why blocks need runs of the whole model; None if they do not."""
     blocks = [block for block in dense.blocks if any(block in stack.blocks for stack in stacks)]
@@ -543,8 +532,8 @@ def _why_whole(
         places = [blocks.index(block) for block in call.way if block in blocks]
         if any(after <= before for before, after in pairwise(places)):  # sparse by then, it changes what others get
             return "calls come to its blocks more than once, or in another order in some of them"
-    walk = dense.walk(dense.data, blocks, [trial.call for trial in tried])
-    return rehearse(walk, tried, Watch(dense.again.run)) if blocks else None
+    walk = dense.walk(dense.data, blocks, [*tried])
+    return rehearse(walk, tried, dense.again.run) if blocks else None
 
 
 # blocks with their layers, in the order of calls -------------------------------------------------------------------

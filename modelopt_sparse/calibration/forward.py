@@ -26,7 +26,7 @@ from modelopt_sparse.calibration.own_text import (
     why_no_text,
 )
 from modelopt_sparse.calibration.padding import Around, PaddingError, PaddingOfCall, PaddingOfInputs, sides_of
-from modelopt_sparse.calibration.rerun import Unknown, drawing_from
+from modelopt_sparse.calibration.rerun import Answer, Source, Unknown, drawing_from
 from modelopt_sparse.model.devices import (
     dense_rows,
     flat_tensors,
@@ -117,15 +117,32 @@ def record_outputs(
 # the model and its data -----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class NumberedCall:
-    """Call ``number`` of the model in this process, and its padding. ``random``: the states of the random numbers that
-    it begins with; None: they follow from its number."""
+    """Call ``number`` of the model in this process, and its way through the blocks.
+
+    masks: its padding. random: the states of the random numbers that it begins with; None: they follow from its number.
+    way: the blocks that it comes to, in order, each as often as the call comes to it; empty before that is seen.
+    needed: each tensor of a block's output that is needed later -> the index of the last visit that needs it; None:
+      that is not known, and what blocks put out may also decide where the call goes.
+    answers: those of its first visits, which are over for good. keeps_all: with all that blocks have put out.
+    starts_again: whether it may, because blocks that have answered are what they were.
+    """
 
     number: int
     call: Call
     masks: PaddingOfCall
     random: list[Any] | None = None
+    way: tuple[nn.Module, ...] = ()
+    needed: Mapping[Source, int] | None = None
+    answers: list[Answer] = field(default_factory=list)
+    keeps_all: bool = False
+    starts_again: bool = True
+
+    def going_on(self) -> "NumberedCall":
+        """A copy that goes on from its answers, and keeps all later ones that may be needed. It cannot start again."""
+        keeps_all = self.keeps_all or self.needed is None
+        return replace(self, answers=[*self.answers], keeps_all=keeps_all, starts_again=False)
 
 
 Begin = Callable[[NumberedCall], object]  # gets each call of the model before it runs

@@ -139,20 +139,24 @@ class Answer:
     values: Mapping[int, Tensor] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, output: Any, given: "Arguments", random: Sequence[Any], home: torch.device | None) -> "Answer | None":
+    def of(
+        cls, output: Any, arguments: "Arguments", random: Sequence[Any], home: torch.device | None
+    ) -> "Answer | None":
         """Without values; None for what no answer holds: sparse and nested tensors, and tensors inside of objects of an
         output. ``random``: the states of the random numbers before the visit. ``home``: where the model will see the
         output, if not where it is."""
-        if any(x.is_nested or x.layout != torch.strided for x in flat_tensors((output, given.args, given.kwargs))):
+        if any(
+            x.is_nested or x.layout != torch.strided for x in flat_tensors((output, arguments.args, arguments.kwargs))
+        ):
             return None
         objects = [leaf for leaf in leaves_of((output,)) if not isinstance(leaf, Tensor)]
         if any(isinstance(part, Tensor) for _, part in parts_within(objects)):
             return None
-        inputs, numbers = enumerate(zip(given.tensors, given.versions)), count()
+        inputs, numbers = enumerate(zip(arguments.tensors, arguments.versions)), count()
         indices = {id(x): n for n, (x, was) in inputs if not x.is_inference() and version(x) == was}
         written = [
             {key: value for key, value in mapping.items() if was.get(key, was) is not value}
-            for was, mapping in zip(given.copies, given.mappings)
+            for was, mapping in zip(arguments.copies, arguments.mappings)
         ]
 
         def leaf(x: Tensor) -> Leaf:
@@ -170,12 +174,12 @@ class Answer:
             return None
         return [(x.meta.shape, x.meta.dtype, x.same) if isinstance(x, Leaf) else type(x) for x in leaves]
 
-    def tensors(self, output: Any, given: "Arguments") -> list[Tensor]:
+    def tensors(self, output: Any, arguments: "Arguments") -> list[Tensor]:
         """The tensors of the visit that this answer was made of, in the order of their numbers."""
-        written = [{key: new[key] for key in old} for old, new in zip(self.written, given.mappings)]
+        written = [{key: new[key] for key in old} for old, new in zip(self.written, arguments.mappings)]
         return flat_tensors((output, written))
 
-    def put_out(self, given: "Arguments", index: int, need: Callable[[], NoReturn]) -> Any:
+    def put_out(self, arguments: "Arguments", index: int, need: Callable[[], NoReturn]) -> Any:
         """Rebuild the output for visit ``index`` of a call, in which the block is called with these arguments. A tensor
         that is neither kept nor an argument is `Unknown`."""
 
@@ -184,12 +188,12 @@ class Answer:
                 return leaf
             if leaf.number in self.values:
                 return self.values[leaf.number].to(leaf.device, copy=True)  # the model may write to it
-            if leaf.same is not None and leaf.same < len(given.tensors):
-                return given.tensors[leaf.same]
+            if leaf.same is not None and leaf.same < len(arguments.tensors):
+                return arguments.tensors[leaf.same]
             return Unknown(leaf.meta, leaf.device, {(index, leaf.number)}, need)
 
         output, written = map_leaves(tensor, (self.output, self.written))
-        for mapping, new in zip(given.mappings, written):
+        for mapping, new in zip(arguments.mappings, written):
             mapping.update(new)
         return output
 

@@ -7,15 +7,16 @@ to the next, where nothing puts it back, is found out here. Its blocks are calib
 
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from modelopt_sparse.calibration.calls import AtBlock, Attempt, Calls, WalkedCall
+from modelopt_sparse.calibration.calls import AtBlock, Attempt, Calls
 from modelopt_sparse.calibration.data import Call
 from modelopt_sparse.calibration.forward import NumberedCall, forward_context
 from modelopt_sparse.calibration.padding import PaddingError
@@ -94,43 +95,32 @@ class Visit:
         return self.block is whole.block and alike and complete
 
 
-@dataclass
-class Watch:
-    """Sees the visits of blocks in runs of calls, while `watching` is entered."""
+@contextmanager
+def watching(
+    calls: Calls, run: Run, only: Container[NumberedCall] | None = None
+) -> Iterator[dict[Attempt, list[Visit]]]:
+    """While entered, runs of calls, or of these ``only``, are seen: run -> its visits of blocks so far."""
+    exact, runs = is_exact(run), defaultdict[Attempt, list[Visit]](list)
+    inputs: list[tuple[Attempt, nn.Module, Fingerprint]] = []  # since the last visit
 
-    run: Run
-    on: bool = True
-    runs: list[tuple[Attempt, list[Visit]]] = field(default_factory=list)
-    _inputs: list[tuple[nn.Module, Fingerprint]] = field(default_factory=list)
+    def on_layer(module: nn.Module, args: tuple, kwargs: dict) -> None:
+        attempt = calls.attempt
+        if attempt is not None and (only is None or attempt.call in only):
+            inputs.append((attempt, module, fingerprint_of((args, kwargs), exact=exact)))
 
-    @contextmanager
-    def watching(self, calls: Calls) -> Iterator[None]:
-        exact = is_exact(self.run)
+    def seen(attempt: Attempt, block: nn.Module, output: Any, ran: bool) -> None:
+        if only is None or attempt.call in only:
+            before = [(module, prints) for of, module, prints in inputs if of is attempt]
+            prints = [*before, (block, fingerprint_of(output, exact=exact))] if ran else []
+            runs[attempt].append(Visit(block, prints))
+        inputs.clear()
 
-        def on_layer(module: nn.Module, args: tuple, kwargs: dict) -> None:
-            if self.on:
-                self._inputs.append((module, fingerprint_of((args, kwargs), exact=exact)))
-
-        def seen(attempt: Attempt, block: nn.Module, output: Any, ran: bool) -> None:
-            if not self.on:
-                return
-            if not self.runs or self.runs[-1][0] is not attempt:
-                self.runs.append((attempt, []))
-            prints = [*self._inputs, (block, fingerprint_of(output, exact=exact))] if ran else []
-            self.runs[-1][1].append(Visit(block, prints))
-            self._inputs = []
-
-        with ExitStack() as hooks:
-            for module in {module for layer_plan in self.run.plan.layers for module in layer_plan.layer.hooked_modules}:
-                hooks.enter_context(module.register_forward_pre_hook(on_layer, with_kwargs=True))
-            calls.seen = seen
-            hooks.callback(setattr, calls, "seen", None)
-            yield
-
-    def take(self) -> list[tuple[Attempt, list[Visit]]]:
-        """The runs since the last time."""
-        runs, self.runs, self._inputs = self.runs, [], []
-        return runs
+    with ExitStack() as hooks:
+        for module in {module for layer_plan in run.plan.layers for module in layer_plan.layer.hooked_modules}:
+            hooks.enter_context(module.register_forward_pre_hook(on_layer, with_kwargs=True))
+        calls.seen = seen
+        hooks.callback(setattr, calls, "seen", None)
+        yield runs
 
 
 # the trial ------------------------------------------------------------------------------------------------------------
@@ -148,34 +138,25 @@ def single_rows(call: Call) -> Iterator[Call]:
         yield Call(*map_batch(lambda x, row=row: x[row : row + 1], (call.args, call.kwargs)))
 
 
-@dataclass(frozen=True)
-class Tried:
-    """A call that is tried. ``truth``: its visits in a whole run, before any call was stopped; None: it only goes
-    beside the others, as one that could disturb them."""
-
-    call: WalkedCall
-    truth: list[Visit] | None
-
-
+# calls that are tried -> their visits in a whole run, before any call was stopped; None: the call only goes beside the
+# others, as one that could disturb them
+Tried = dict[NumberedCall, list[Visit] | None]
 CHANGES = "a call that is run again computes something else"
 OTHER_OUTPUT = "blocks that answer in the place of computing do not give the model's own output"
 
 
-def truth_of(calls: Calls, tried: Sequence[NumberedCall]) -> list[Tried]:
-    """Run each of the calls whole."""
-    watch, made = Watch(calls.run), []
-    with watch.watching(calls), calls.watching(), forward_context(calls.run):
-        for call in map(WalkedCall, tried):
+def truth_of(calls: Calls, tried: Iterable[NumberedCall]) -> Tried:
+    """Run each of the calls whole -> their visits."""
+    with watching(calls, calls.run) as runs, calls.watching(), forward_context(calls.run):
+        for call in tried:
             calls.run_to(call)
-            runs = watch.take()
-            made.append(Tried(call, runs[0][1] if runs else []))
-    return made
+    truth: Tried = {call: [] for call in tried}
+    return truth | {attempt.call: visits for attempt, visits in runs.items()}
 
 
-def is_repeatable(calls: Calls, tried: Sequence[Tried]) -> bool:
+def is_repeatable(calls: Calls, tried: Tried) -> bool:
     """Whether the calls compute the same as before when they are run whole once more."""
-    repeated = truth_of(calls, [trial.call.numbered for trial in tried])
-    pairs = [(again.truth or [], trial.truth or []) for again, trial in zip(repeated, tried)]
+    pairs = [(visits or [], tried[call] or []) for call, visits in truth_of(calls, tried).items()]
     return all(_alike(visits, truth) and len(visits) == len(truth) for visits, truth in pairs)
 
 
@@ -183,23 +164,23 @@ def _alike(visits: Sequence[Visit], truth: Sequence[Visit]) -> bool:
     return len(visits) <= len(truth) and all(visit.is_like(whole) for visit, whole in zip(visits, truth))
 
 
-def rehearse(walk: AtBlock, tried: Sequence[Tried], watch: Watch) -> str | None:
+def rehearse(walk: AtBlock, tried: Tried, dense_run: Run) -> str | None:
     """Do with the dense model what the run will do with the calls that are ``tried``, each block twice -> why it is not
-    what whole runs do; None: it is. ``walk``: of these calls. ``watch``: sees the layers that were seen in whole
+    what whole runs do; None: it is. ``walk``: of these calls. ``dense_run``: plans the layers that were seen in whole
     runs."""
-    calls, run = walk.again, walk.run
-    truth = {id(trial.call.numbered): trial.truth for trial in tried}
+    run = walk.run
+    truth = dict(zip(walk.walked, tried.values()))
     try:
         with buffers_kept(run.model):
             for block in walk.blocks:
                 run.storage.load(block)  # before it moves to the execution device
                 at_block = walk.at(block)
-                with at_block.on_device(), watch.watching(calls):
+                with at_block.on_device(), watching(walk.again, dense_run) as runs:
                     for _ in range(2 if block is walk.blocks[-1] else 1):
                         at_block.collect()
                     at_block.advance()
-                for attempt, visits in watch.take():
-                    expected = truth[id(attempt.call.numbered)]
+                for attempt, visits in runs.items():
+                    expected = truth[attempt.call]
                     if expected is not None and not _alike(visits, expected):
                         return OTHER_OUTPUT
     except (PaddingError, Unreadable):

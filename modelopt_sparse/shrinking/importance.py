@@ -135,10 +135,10 @@ def _influence(inputs: AtBlock, batches: BatchNumbers) -> float:
             (after,) = inputs.outputs_of([inputs.block], index)
         before = states[-1].to(after.device)
         cosines = torch.cosine_similarity(before.double(), after.double(), dim=-1)
-        mask = call.numbered.masks.at(inputs.data.sides[inputs.block])
+        mask = call.masks.at(inputs.data.sides[inputs.block])
         if mask is not None and mask.shape == cosines.shape:
             cosines = cosines[mask.to(cosines.device, torch.bool)]
-        sums[call.numbered.number] = float((1 - cosines).sum()), cosines.numel()
+        sums[call.number] = float((1 - cosines).sum()), cosines.numel()
     everything = replace(batches, held_back=range(batches.held_back.stop))
     return everything.validation_error(lambda number: sums.get(number, (0.0, 0)))
 

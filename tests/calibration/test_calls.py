@@ -7,7 +7,6 @@ import traceback
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from contextvars import ContextVar
 from types import SimpleNamespace
 from typing import Any
 
@@ -150,21 +149,6 @@ def test_each_run_of_a_call_gets_the_cache_that_it_began_with(cache):
     known = inspect.signature(LlamaForCausalLM.forward).parameters
     name = "cache" if "cache" in known else "past_key_values"
     assert_same_masks(sparse(), sparse(use_cache=True))
-
-
-def test_calls_see_the_context_variables_of_their_caller():
-    scale: ContextVar[float] = ContextVar("scale", default=100.0)
-
-    class Contextual(Stacked):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x * scale.get())
-
-    token = scale.set(2.0)
-    try:
-        found = collected(Contextual(), STACKED, data_loader=vectors(), sequential="none")
-    finally:
-        scale.reset(token)
-    assert_stats(found, brute_force(Stacked(), [x * 2 for x in vectors()], STACKED))
 
 
 # random numbers -------------------------------------------------------------------------------------------------------
@@ -505,10 +489,11 @@ SETTINGS = {
 }
 
 
+@pytest.mark.parametrize("calls_before", [0, 2])
 @pytest.mark.parametrize("kind", SETTINGS)
-def test_what_a_loop_changes_between_its_calls_counts(kind):
+def test_what_a_loop_changes_around_its_calls_or_between_them_counts(kind, calls_before):
     def loop(model: nn.Module) -> None:
-        for _ in range(2):
+        for _ in range(calls_before):
             model(vectors()[0])
         with SETTINGS[kind](model):
             model(vectors()[0])

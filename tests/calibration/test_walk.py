@@ -4,7 +4,6 @@ import weakref
 
 import pytest
 import torch
-from torch import nn
 
 import modelopt_sparse as mts
 from modelopt_sparse.methods.scores import Wanda
@@ -31,20 +30,6 @@ def test_sums_are_float32_or_better(dtype):
     found = collected(tiny_llama().to(dtype), data_loader=token_batches(), sequential="none")
     assert_stats(found, brute_force(tiny_llama().to(dtype), token_batches(), LAYERS))
     assert {stats.gram.dtype for stats in found.values()} == {torch.promote_types(dtype, torch.float32)}
-
-
-def test_autocast_in_the_loop_is_what_the_statistics_are_of():
-    """Blocks that are run again by themselves would run without it."""
-
-    def loop(model: nn.Module) -> None:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            for batch in token_batches():
-                model(batch)
-
-    expected = brute_force(tiny_llama(), [None], LAYERS, call=lambda model, batch: loop(model))
-    with pytest.warns(UserWarning, match="a call that is run again computes something else"):
-        found = collected(tiny_llama(), forward_loop=loop, sequential="none")
-    assert_stats(found, expected)
 
 
 def test_a_users_own_autocast_is_refused():
