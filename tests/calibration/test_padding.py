@@ -339,10 +339,12 @@ def test_masks_that_lie_deeper_in_the_arguments(form, source):
     assert_stats(collected(Ids(ids), ID_BLOCKS, sequential="none", **options), expected)
 
 
+SMALL = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+
 def bert(**options) -> nn.Module:
     torch.manual_seed(0)
-    sizes = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
-    return hf.BertModel(hf.BertConfig(**sizes, num_attention_heads=2, **options)).eval()
+    return hf.BertModel(hf.BertConfig(**{**SMALL, "num_hidden_layers": 2}, vocab_size=VOCAB, **options)).eval()
 
 
 class IdsOfTransformers(Ids):
@@ -517,8 +519,7 @@ def test_what_is_made_of_an_encoders_states_is_known_by_its_length_or_noted(leng
 
 
 def test_patches_of_images_have_a_mask():
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
-    model = hf.Siglip2VisionModel(hf.Siglip2VisionConfig(patch_size=4, num_patches=16, **sizes)).eval()
+    model = hf.Siglip2VisionModel(hf.Siglip2VisionConfig(patch_size=4, num_patches=16, **SMALL)).eval()
     batch = {"pixel_values": torch.randn(2, 4, 48), "spatial_shapes": torch.tensor([[2, 2], [1, 2]])}
     rows, _ = counted(model, batch | {"pixel_attention_mask": MASK.long()})
     assert {*rows.values()} == {6}
@@ -536,8 +537,7 @@ def test_a_mask_of_pixels_is_noted_where_there_is_padding():
 
 
 def test_the_choices_of_a_question_are_texts_of_a_batch():
-    sizes = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
-    model = hf.BertForMultipleChoice(hf.BertConfig(**sizes, num_attention_heads=2)).eval()
+    model = hf.BertForMultipleChoice(hf.BertConfig(vocab_size=VOCAB, **SMALL)).eval()
     rows, _ = counted(model, {name: rows[None] for name, rows in FIRST.items()})
     assert {*rows.values()} == {int(REAL.sum())}
 
@@ -602,10 +602,9 @@ def test_a_model_that_calls_itself_is_told_by_each_of_its_calls():
 
 
 def test_labels_of_an_encoder_decoder_go_for_a_decoder_that_is_called_without_a_mask():
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
-    decoder = hf.BertConfig(vocab_size=VOCAB, is_decoder=True, add_cross_attention=True, **sizes)
+    decoder = hf.BertConfig(vocab_size=VOCAB, is_decoder=True, add_cross_attention=True, **SMALL)
     config = hf.VisionEncoderDecoderConfig.from_encoder_decoder_configs(
-        hf.ViTConfig(image_size=8, patch_size=4, **sizes), decoder, pad_token_id=0, decoder_start_token_id=1
+        hf.ViTConfig(image_size=8, patch_size=4, **SMALL), decoder, pad_token_id=0, decoder_start_token_id=1
     )
     batch = {"pixel_values": torch.randn(2, 3, 8, 8), "labels": torch.tensor([[5, 6, 7, -100], [8, 9, -100, -100]])}
     rows, _ = counted(hf.VisionEncoderDecoderModel(config).eval(), batch, include=["decoder.*.intermediate.*"])
