@@ -5,7 +5,6 @@ import functools
 import json
 from collections.abc import Sequence
 from contextlib import nullcontext
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock, Mock
 
@@ -17,6 +16,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Trainer
 
 import modelopt_sparse as mts
 from modelopt_sparse.calibration.calls import AtBlock
+from modelopt_sparse.calibration.data import Call
+from modelopt_sparse.calibration.forward import NumberedCall
+from modelopt_sparse.calibration.padding import PaddingOfCall
 from modelopt_sparse.methods.patterns import Unstructured
 from modelopt_sparse.methods.scores import Magnitude
 from modelopt_sparse.plan.options import SparsifyConfig
@@ -225,7 +227,7 @@ def test_a_smaller_model_is_distilled_without_its_own_loss(name):
     assert "distilled" in mts.report(model).shrunk.kl
 
 
-@pytest.mark.filterwarnings("ignore:LlamaForCausalLM is calibrated through the whole model")
+@pytest.mark.filterwarnings("ignore:.* is calibrated through the whole model")
 def test_influence_is_for_blocks_that_can_be_run_by_themselves():
     options = {"blocks": 1, **LOADER, "progress": False}
     with pytest.raises(ValueError, match="cannot be run by themselves: give blocks_by='kl'"):
@@ -513,7 +515,7 @@ def test_calls_that_do_not_come_to_a_block_count_for_what_judges(monkeypatch):
     monkeypatch.setattr("modelopt_sparse.calibration.calls.forward_context", lambda run: nullcontext())
     monkeypatch.setattr("modelopt_sparse.calibration.calls.input_hooks", lambda *args: nullcontext(Mock()))
     block = nn.Linear(2, 2)
-    calls: Any = [SimpleNamespace(number=number, masks=None, way=(block,)) for number in (1, 3)]
+    calls = [NumberedCall(number, Call((), {}), PaddingOfCall(), way=(block,)) for number in (1, 3)]
     again, seen, places = MagicMock(), _Seen(Mock(), Mock(), set()), []
     again.run_to.side_effect = lambda *args: places.append(seen.number)
     AtBlock(again, calls, [block], ()).at(block).collect([], seen.see, seen.begin)
