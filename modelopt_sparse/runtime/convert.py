@@ -22,7 +22,6 @@ from modelopt_sparse.reports.text import Printed, by_reason, first_few, product_
 from modelopt_sparse.runtime.kernels import (
     BACKENDS,
     DTYPES,
-    UNTIMED,
     NotPackable,
     SemiStructuredLinear,
     choose_backend,
@@ -229,9 +228,8 @@ def to_dense(model: nn.Module) -> nn.Module:
     The weights are bit for bit those that were packed. They are new Parameters, on the layer's device. A model without
     packed layers is returned as it is.
     """
-    for module in list(model.modules()):
-        if isinstance(module, SemiStructuredLinear):
-            unpack_module(module)
+    for _, module in list(_packed(model)):
+        unpack_module(module)
     if hasattr(model, ATTRIBUTE):
         delattr(model, ATTRIBUTE)
     return model
@@ -312,8 +310,8 @@ def _weights(model: nn.Module, settings: Settings, place_of: PlaceOf) -> Iterato
 
 def _dense(name: str, weight: Tensor, reason: str) -> LayerSpeed:
     """The report's entry of a weight that stays dense."""
-    size = weight.numel() * weight.dtype.itemsize
-    return LayerSpeed(name, tuple(weight.shape), dtype_name(weight.dtype), DENSE, size, size, reason)
+    shape, dtype = tuple(weight.shape), dtype_name(weight.dtype)
+    return LayerSpeed(name, shape, dtype, DENSE, weight.nbytes, weight.nbytes, reason)
 
 
 def _not_wanted(name: str, settings: Settings) -> str:
@@ -382,13 +380,13 @@ def _convert_layer(
             slower = f"2:4 is not {settings.min_speedup:g} times as fast at {', '.join(lost)} tokens"
             return replace(dense, reason=slower, timings=tuple(measured))
     choices = [number for timing in measured for number in (timing.tokens, *timing.algorithm)]
-    pack_module(module, packed, place.backend, choices or UNTIMED)
+    pack_module(module, packed, place.backend, choices)
     assert isinstance(module, SemiStructuredLinear)
     negative = int(((weight == 0) & torch.signbit(weight)).sum())
     module.record = replace(
         dense,
         runs=SPARSE,
-        bytes=module.weight_bytes,
+        bytes=sum(tensor.nbytes for tensor in packed if tensor is not None),
         backend=place.backend.name,
         timings=tuple(measured),
         notes=(f"{negative} weights were -0.0 and are +0.0 now",) if negative else (),

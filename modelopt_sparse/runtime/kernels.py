@@ -50,27 +50,17 @@ class Algorithm(NamedTuple):
 DEFAULT = Algorithm()
 
 
-class Multiples(NamedTuple):
-    """The numbers that a weight's rows and columns, and an input's tokens, must be multiples of.
-
-    Inputs are padded to them, weights never.
-    """
-
-    rows: int
-    columns: int
-    tokens: int
-
-
 class Backend(ABC):
     """How one library packs a 2:4 weight [R, C] and multiplies inputs [T, C] by it. Stateless."""
 
     name: ClassVar[str]
     tensor_class: ClassVar[type[SparseSemiStructuredTensor]]
 
-    def multiples(self, dtype: torch.dtype) -> Multiples:
-        """The numbers that shapes must be multiples of, for weights packed as ``dtype``."""
-        limits = self.tensor_class._DTYPE_SHAPE_CONSTRAINTS[dtype]
-        return Multiples(limits.sparse_min_rows, limits.sparse_min_cols, limits.dense_min_rows)
+    def multiples(self, dtype: torch.dtype) -> Any:
+        """The numbers that shapes must be multiples of: the rows and columns of a weight of ``dtype``
+        (``sparse_min_rows``, ``sparse_min_cols``), which is never padded, and an input's tokens (``dense_min_rows``).
+        """
+        return self.tensor_class._DTYPE_SHAPE_CONSTRAINTS[dtype]
 
     @abstractmethod
     def unavailable(self, device: torch.device) -> str:
@@ -78,9 +68,8 @@ class Backend(ABC):
 
     @abstractmethod
     def pack(self, weight: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(values, metadata) of a contiguous weight, whose pattern is not checked here.
-
-        ``metadata`` is None for a library that stores it together with the values.
+        """(values, metadata) of a contiguous weight, whose pattern is not checked here; values have a row for each of
+        its rows. ``metadata`` is None for a library that stores it together with the values.
         """
 
     @abstractmethod
@@ -96,7 +85,7 @@ class Backend(ABC):
         bias: Tensor | None = None,
         algorithm: Algorithm = DEFAULT,
     ) -> Tensor:
-        """x W^T (+ bias) as [T, R], contiguous. x [T, C] is contiguous, and T a multiple of `multiples`' ``tokens``."""
+        """x W^T (+ bias) as [T, R], contiguous. x [T, C] is contiguous, and T one of `multiples`."""
 
     def search(self, packed: Tensor, metadata: Tensor | None, x: Tensor, bias: Tensor | None) -> list[Algorithm]:
         """The algorithms worth timing for this input, the default first."""
@@ -118,9 +107,9 @@ class CuSparseLt(Backend):
     def unavailable(self, device):
         if not torch.backends.cusparselt.is_available():
             return "this build of torch has no cuSPARSELt"
-        capability = torch.cuda.get_device_capability(device)
-        if capability < (8, 0):
-            return f"compute capability {_dotted(capability)} has no Sparse Tensor Cores, which came with 8.0"
+        major, minor = torch.cuda.get_device_capability(device)
+        if major < 8:
+            return f"compute capability {major}.{minor} has no Sparse Tensor Cores, which came with 8.0"
         return ""
 
     def pack(self, weight):
@@ -161,9 +150,9 @@ class Cutlass(Backend):
     tensor_class = SparseSemiStructuredTensorCUTLASS
 
     def unavailable(self, device):
-        capability = torch.cuda.get_device_capability(device)
-        if capability[0] != 8:
-            return f"its kernels run on compute capability 8.x, this device has {_dotted(capability)}"
+        major, minor = torch.cuda.get_device_capability(device)
+        if major != 8:
+            return f"its kernels run on compute capability 8.x, this device has {major}.{minor}"
         return ""
 
     # private functions are imported where they are used: if a later torch moves them, this file can still be imported
@@ -216,10 +205,6 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _dotted(capability: tuple[int, int]) -> str:
-    return ".".join(map(str, capability))
-
-
 # packing --------------------------------------------------------------------------------------------------------------
 # torch's packing does not check its input. Of three nonzeros in a group it drops one silently, and some kernels take
 # -0.0 for a nonzero. So the pattern is checked first, -0.0 becomes +0.0, and the packed form is unpacked and compared.
@@ -250,7 +235,7 @@ def misfit(weight: Tensor) -> str:
 
 def shape_misfit(shape: torch.Size, dtype: torch.dtype, backend: Backend) -> str:
     """Why a backend cannot pack a weight of shape [R, C] as ``dtype``, or ""."""
-    rows, columns, _ = backend.multiples(dtype)
+    rows, columns, *_ = backend.multiples(dtype)
     if shape[0] % rows or shape[1] % columns:
         return f"shape: {shape[0]} x {shape[1]} is no multiple of the {rows} x {columns} that {backend.name} takes"
     return ""
@@ -275,11 +260,10 @@ def pack(weight: Tensor, backend: Backend) -> tuple[Tensor, Tensor | None]:
 
 # Choices of algorithms are four integers each, for an operator takes no tuples: the fewest tokens of inputs that it is
 # for, in rising order, and the numbers of the algorithm.
-UNTIMED = (0, *DEFAULT)
 
 
 def algorithm_for(tokens: int, choices: Sequence[int]) -> Algorithm:
-    """The last algorithm that is for so many tokens; the first if none is."""
+    """The last algorithm that is for so many tokens; the first if none is; the default without choices."""
     begin = max((i for i in range(0, len(choices), 4) if choices[i] <= tokens), default=0)
     return Algorithm(*choices[begin + 1 : begin + 4])
 
@@ -289,15 +273,14 @@ def multiply(
     packed: Tensor,
     metadata: Tensor | None,
     bias: Tensor | None,
-    rows: int,
     backend: str,
     choices: Sequence[int],
 ) -> Tensor:
     """x W^T (+ bias) as [T, R] for x [T, C]."""
     tokens, kernels = x.shape[0], BACKENDS[backend]
     if not tokens:
-        return x.new_empty(0, rows)
-    x = operand(x, kernels.multiples(packed.dtype).tokens)
+        return x.new_empty(0, packed.shape[0])
+    x = operand(x, kernels.multiples(packed.dtype).dense_min_rows)
     return kernels.multiply(packed, metadata, x, bias, algorithm_for(tokens, choices))[:tokens]
 
 
@@ -305,15 +288,9 @@ def operand(x: Tensor, multiple: int) -> Tensor:
     """x as the kernels require it: contiguous, aligned, and padded with rows of zeros to a multiple of ``multiple``."""
     missing = -x.shape[0] % multiple
     if missing:
-        return torch.cat([x, torch.zeros(missing, x.shape[1], dtype=x.dtype, device=x.device)])
+        return nn.functional.pad(x, (0, 0, 0, missing))
     x = x.contiguous()
     return x.clone() if x.data_ptr() % ALIGNMENT else x
-
-
-# the arguments of `multiply`, as torch writes them
-LINEAR_SCHEMA = (
-    "(Tensor x, Tensor packed, Tensor? metadata, Tensor? bias, SymInt rows, str backend, SymInt[] choices) -> Tensor"
-)
 
 
 @functools.cache
@@ -335,10 +312,10 @@ def register_operators() -> None:
     def backward(ctx, gradient):
         refuse = torch.ops.modelopt_sparse.no_gradient
         x, bias = (None if shape is None else refuse(gradient, shape) for shape in ctx.shapes)
-        return x, None, None, bias, None, None, None
+        return x, None, None, bias, None, None
 
-    linear = torch.library.custom_op("modelopt_sparse::linear_24", multiply, mutates_args=(), schema=LINEAR_SCHEMA)
-    linear.register_fake(lambda x, packed, metadata, bias, rows, backend, choices: x.new_empty(x.shape[0], rows))
+    linear = torch.library.custom_op("modelopt_sparse::linear_24", multiply, mutates_args=())
+    linear.register_fake(lambda x, packed, *_: x.new_empty(x.shape[0], packed.shape[0]))
     refusal = torch.library.custom_op("modelopt_sparse::no_gradient", no_gradient, mutates_args=())
     refusal.register_fake(lambda gradient, shape: gradient.new_empty(shape))
     linear.register_autograd(backward, setup_context=shapes)
@@ -364,7 +341,6 @@ class SemiStructuredLinear(PackedLayer):
     bias: nn.Parameter | None
     packed: Tensor
     metadata: Tensor | None
-    dtype: torch.dtype  # of inputs, outputs and the weight before packing
     requires_grad_before: bool
     backend: str
     choices: tuple[int, ...]
@@ -374,13 +350,13 @@ class SemiStructuredLinear(PackedLayer):
         x = input
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        if x.dtype != self.dtype or x.shape[-1] != self.in_features:
-            wanted = f"{self.dtype} inputs of {self.in_features} channels"
+        if x.dtype != self.packed.dtype or x.shape[-1] != self.in_features:
+            wanted = f"{self.packed.dtype} inputs of {self.in_features} channels"
             raise ValueError(f"packed for {wanted}, and got {x.dtype} of {x.shape[-1]}: convert the input")
         opaque = torch.is_grad_enabled() or torch.compiler.is_compiling()
         product = torch.ops.modelopt_sparse.linear_24 if opaque else multiply
-        flat, tensors = x.reshape(-1, self.in_features), (self.packed, self.metadata, self.bias)
-        out = product(flat, *tensors, self.out_features, self.backend, self.choices)
+        flat = x.reshape(-1, self.in_features)
+        out = product(flat, self.packed, self.metadata, self.bias, self.backend, self.choices)
         return out.view(*x.shape[:-1], self.out_features)
 
     @property
@@ -388,12 +364,6 @@ class SemiStructuredLinear(PackedLayer):
         """The packed weight as torch's tensor subclass."""
         shape = torch.Size((self.out_features, self.in_features))
         return BACKENDS[self.backend].as_tensor(self.packed, self.metadata, shape)
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes that the weight occupies; torch's tensor subclass would report the dense size."""
-        held = (self.packed, self.metadata)
-        return sum(tensor.numel() * tensor.element_size() for tensor in held if tensor is not None)
 
     @torch.no_grad()
     def unpacked(self) -> Tensor:
@@ -403,14 +373,14 @@ class SemiStructuredLinear(PackedLayer):
     def extra_repr(self) -> str:
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
-            f"2:4 {dtype_name(self.dtype)} packed by {self.backend}"
+            f"2:4 {dtype_name(self.packed.dtype)} packed by {self.backend}"
         )
 
     def _apply(self, fn, recurse: bool = True):
         """Moves and casts. Raises ValueError for a new dtype or device, which packed bytes cannot be converted to."""
-        probe = fn(torch.empty(0, dtype=self.dtype, device=self.packed.device))
-        if probe.dtype != self.dtype or probe.device != self.packed.device:
-            layer = f"a layer packed 2:4 in {self.dtype} on {self.packed.device}"
+        probe = fn(self.packed.new_empty(0))
+        if probe.dtype != self.packed.dtype or probe.device != self.packed.device:
+            layer = f"a layer packed 2:4 in {self.packed.dtype} on {self.packed.device}"
             raise ValueError(f"{layer} cannot become {probe.dtype} on {probe.device}: call to_dense(model) first")
         packed_buffers = {name: self._buffers.pop(name) for name in PACKED}
         try:
@@ -439,22 +409,21 @@ def pack_module(
     module: Any,
     packed: tuple[Tensor, Tensor | None],
     backend: Backend,
-    choices: Sequence[int] = UNTIMED,
+    choices: Sequence[int],
 ) -> None:
     """Turn an nn.Linear, in place, into a `SemiStructuredLinear` of its packed weight; hooks and bias stay.
 
     ``packed`` are (values, metadata) of its weight, which leaves the module.
     """
     register_operators()
-    weight = module.get_parameter("weight")
     with without_hook(module), torch.inference_mode(False):
         drop_bound_forward(module)
+        module.requires_grad_before = module.weight.requires_grad
         del module.weight
         object.__setattr__(module, "__class__", SemiStructuredLinear)
         for name, tensor in zip(PACKED, packed):
             module.register_buffer(name, tensor, persistent=False)
-        module.dtype, module.backend, module.choices = weight.dtype, backend.name, tuple(choices)
-        module.requires_grad_before = weight.requires_grad
+        module.backend, module.choices = backend.name, tuple(choices)
 
 
 @torch.no_grad()
@@ -465,7 +434,7 @@ def unpack_module(module: SemiStructuredLinear) -> None:
         drop_bound_forward(module)
         for name in (*PACKED, "bias"):
             delattr(module, name)
-        for name in ("dtype", "backend", "choices", "requires_grad_before", "record"):
+        for name in ("backend", "choices", "requires_grad_before", "record"):
             module.__dict__.pop(name, None)
         object.__setattr__(module, "__class__", nn.Linear)
         module.register_parameter("weight", weight)  # first, as nn.Linear has it

@@ -96,11 +96,11 @@ def time_layer(
                 with blas_library(library):
                     dense[library] = place.timer([partial(F.linear, x, one, bias) for (one,) in dense_set])
             values, metadata = packed
-            probe = operand(x, place.backend.multiples(values.dtype).tokens)
+            probe = operand(x, place.backend.multiples(values.dtype).dense_min_rows)
             sparse: dict[Algorithm, float] = {}
             for algorithm in place.backend.search(values, metadata, probe, bias):
                 choices = (0, *algorithm)
-                product = partial(multiply, rows=len(weight), backend=place.backend.name, choices=choices)
+                product = partial(multiply, backend=place.backend.name, choices=choices)
                 sparse[algorithm] = place.timer([partial(product, x, *one, bias) for one in sparse_set])
             library, algorithm = min(dense, key=dense.__getitem__), min(sparse, key=sparse.__getitem__)
             timings.append(Timing(count, dense[library], library, sparse[algorithm], algorithm))
@@ -109,7 +109,7 @@ def time_layer(
 
 def _copies(tensors: tuple[Tensor | None, ...], size: int) -> list[tuple[Tensor | None, ...]]:
     """The tensors, and copies of them, until all together take ``size`` bytes; at most LARGEST_SET."""
-    set_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
+    set_bytes = sum(tensor.nbytes for tensor in tensors if tensor is not None)
     count = min(max(-(-size // max(set_bytes, 1)), 1), LARGEST_SET)
     return [tensors] + [tuple(t if t is None else t.clone() for t in tensors) for _ in range(count - 1)]
 

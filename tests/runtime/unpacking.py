@@ -31,7 +31,7 @@ class Unpacking(Cutlass):
     def multiply(self, packed, metadata, x, bias=None, algorithm=backends.DEFAULT):
         assert x.is_contiguous()
         assert x.data_ptr() % 16 == 0
-        assert x.shape[0] % self.multiples(packed.dtype).tokens == 0
+        assert x.shape[0] % self.multiples(packed.dtype).dense_min_rows == 0
         assert x.dtype == packed.dtype
         self.calls.append((tuple(x.shape), algorithm))
         product = x.double() @ self.unpack(packed, metadata, 2 * packed.shape[1]).double().t()
