@@ -37,10 +37,10 @@ def has_own_forward(module: nn.Module, cls: type) -> bool:
     """Whether a module of class ``cls`` (without its mask) computes in code that is not the library's."""
     base, names = library_class(cls), ("forward", "_conv_forward")
     others = any(getattr(cls, name, None) is not getattr(base, name, None) for name in names)
-    return others or _replaced_forward(module) is not None
+    return others or replaced_forward(module) is not None
 
 
-def _replaced_forward(module: nn.Module) -> Callable[[Tensor], Any] | None:
+def replaced_forward(module: nn.Module) -> Callable[[Tensor], Any] | None:
     """The forward that the instance has in the place of its class's, unless accelerate has put it there, or left its
     class's own there, bound, or `forwards_replaced` has for a while."""
     forward: Any = vars(module).get("forward")
@@ -72,7 +72,7 @@ def is_other(module: Any, cls: type, x: Tensor | None = None) -> bool | None:
         # a made-up input is positive, so that a mean that is taken off the weight shows
         x = torch.rand(_shape_for(plain), generator=random) if x is None else x
         product = library_class(cls).forward(plain, x := x.to(parameters["weight"]))
-        output = (_replaced_forward(module) or type(module).forward.__get__(twin.eval()))(x)
+        output = (replaced_forward(module) or type(module).forward.__get__(twin.eval()))(x)
         if output.shape != product.shape:
             return True
         error = (output - product).float()

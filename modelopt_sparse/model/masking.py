@@ -28,13 +28,12 @@ from modelopt_sparse.distributed import is_fully_sharded, is_sharded, mask_like
 from modelopt_sparse.model.devices import (
     count_nonzero,
     full_name,
-    has_hook,
     parameter_of,
     stored,
     unwrapped,
     without_hook,
 )
-from modelopt_sparse.model.forwards import has_own_forward, is_other, why_other
+from modelopt_sparse.model.forwards import has_own_forward, is_other, replaced_forward, why_other
 
 SUFFIX = "_mask"
 
@@ -57,12 +56,15 @@ def set_mask(module: nn.Module, name: str, mask: Tensor) -> None:
     refuse_what_cannot_be_sparse(module, name)
     with without_hook(owner), torch.inference_mode(False):  # an inference tensor could not be saved for backward
         buffer = mask.to(parameter_of(owner, param).device, copy=True).contiguous()
-        _swap(owner)
+        if not isinstance(owner, SparseModule):
+            _refuse_replaced_forward(owner)  # the one that a hook has wrapped
+            drop_bound_forward(owner)
+            object.__setattr__(owner, "__class__", _sparse_class(type(owner)))
         assert isinstance(owner, SparseModule)
         owner.register_buffer(param + SUFFIX, buffer)
         owner.masked_names = (*(n for n in owner.masked_names if n != param), param)
     if not is_fully_sharded(module):  # the Parameter of the moment may be one that FSDP fills without counting it up
-        watch(parameter_of(owner, param), owner, param)
+        watch(owner)
     owner.masked_path = name.rpartition(".")[0]
     owner.count_kept()
     torch.autograd.graph.increment_version(stored(owner, param))  # a forward before had other zeros
@@ -80,8 +82,7 @@ def refuse_what_cannot_be_sparse(module: nn.Module, name: str) -> None:
     if hasattr(owner, param + SUFFIX):
         clash = f"{type(owner).__name__} has an attribute {param + SUFFIX!r}"
         raise ValueError(f"{name!r}: {clash}, where the mask belongs: rename it, or sparsify with enforce=False")
-    if not has_hook(owner):  # accelerate's hook puts a forward of its own there
-        _refuse_replaced_forward(owner)
+    _refuse_replaced_forward(owner)
 
 
 def update_mask(module: nn.Module, name: str, mask: Tensor) -> None:
@@ -152,10 +153,8 @@ def remove_masks(module: nn.Module, names: Container[str] | None = None) -> None
                     unwatch(child._parameters.get(name), child)
                     child.masked_names = tuple(masked for masked in child.masked_names if masked != name)
                     _hide_from_save_pretrained(module, full_name(path, name) + SUFFIX, hidden=False)
-    for _, child in sparse:
-        if any(_own_masks(child)):
-            continue
-        with without_hook(child):
+            if _own_masks(child):
+                continue
             for attribute in ("masked_names", "masked_path", "faint_parameters", "told", "mask_sizes"):
                 child.__dict__.pop(attribute, None)
             drop_bound_forward(child)
@@ -299,7 +298,7 @@ class SparseModule(nn.Module):
         if weight in self.masked_names and part in ("orig", "g", "v"):
             self._refuse_another_weight(weight)  # prune, spectral_norm and weight_norm of torch.nn.utils
         super().register_parameter(name, param)
-        _watch_weights(self)
+        watch(self)
 
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)
@@ -324,14 +323,14 @@ class SparseModule(nn.Module):
         super()._apply(fn, recurse)
         for name, mask in _own_masks(self):  # `type(dtype)` converts buffers of all dtypes
             self._buffers[name + SUFFIX] = mask.bool()
-        _watch_weights(self)
+        watch(self)
         return self
 
     def __setstate__(self, state: Any) -> None:
         super().__setstate__(state)
         self.faint_parameters = ()  # nobody moves the masks of a copy
         self.count_kept(copied=True)
-        _watch_weights(self)
+        watch(self)
 
     def extra_repr(self) -> str:
         parts = [super().extra_repr()]
@@ -384,28 +383,15 @@ def dense_class(module: nn.Module) -> Any:
     return module.base if isinstance(module, SparseModule) else type(module)
 
 
-def _swap(module: nn.Module) -> None:
-    """Give a module its sparse class, in place."""
-    if not isinstance(module, SparseModule):
-        _refuse_replaced_forward(module)
-        drop_bound_forward(module)
-        object.__setattr__(module, "__class__", _sparse_class(type(module)))
-
-
 def _refuse_replaced_forward(module: nn.Module) -> None:
-    if "forward" in module.__dict__ and not _has_bound_forward(module):
+    if replaced_forward(module) is not None:
         problem = f"the forward of this {type(module).__name__} was replaced on the instance"
         raise ValueError(f"{problem}: put it into a subclass, where a mask reaches it, or give enforce=False")
 
 
-def _has_bound_forward(module: nn.Module) -> bool:
-    """Whether an instance holds its class's own forward, bound, as accelerate leaves it there."""
-    return getattr(module.__dict__.get("forward"), "__func__", None) is type(module).forward
-
-
 def drop_bound_forward(module: nn.Module) -> None:
-    """Remove the class's own forward from an instance: it would still be there after the class has changed."""
-    if _has_bound_forward(module):
+    """Remove the class's own forward, as accelerate leaves it bound in an instance: it would outlive the class."""
+    if getattr(module.__dict__.get("forward"), "__func__", None) is type(module).forward:
         del module.__dict__["forward"]
 
 
@@ -554,22 +540,18 @@ class MaskedParameter(nn.Parameter):
 OURS = ("cuts", "zeroed", "backwards", "looked_at")  # attributes of a MaskedParameter
 
 
-def _watch_weights(module: SparseModule) -> None:
-    for name in module.masked_names:
-        if (weight := module._parameters.get(name)) is not None:
-            watch(weight, module, name)
-
-
-def watch(weight: nn.Parameter, holder: nn.Module, name: str) -> None:
-    """Make a Parameter that a sparse module holds as ``name`` a `MaskedParameter`, in place, and cut its gradient.
+def watch(holder: SparseModule) -> None:
+    """Make the Parameters that carry a mask `MaskedParameter`s, in place, and cut their gradients.
 
     Other classes (sharded, quantized tensors) stay what they are, and are zeroed whenever they are read.
     """
-    if type(weight) is nn.Parameter:
-        object.__setattr__(weight, "__class__", MaskedParameter)
-    if isinstance(weight, MaskedParameter):
-        weight.zeroed = None
-        cut_gradient(weight, holder, name)
+    for name in holder.masked_names:
+        weight = holder._parameters.get(name)
+        if type(weight) is nn.Parameter:
+            object.__setattr__(weight, "__class__", MaskedParameter)
+        if isinstance(weight, MaskedParameter):
+            weight.zeroed = None
+            cut_gradient(weight, holder, name)
 
 
 def unwatch(weight: Tensor | None, holder: nn.Module) -> None:
@@ -806,12 +788,5 @@ def faint_gradient(gradient: Tensor, mask: Tensor) -> Tensor:
 
 
 def dense_gradient(gradient: Tensor, mask: Tensor) -> Tensor:
-    """The inverse of `faint_gradient`, but for NaN and inf.
-
-    A weight that no masked forward reads (its parent reads it) has the full gradient at pruned places already. A faint
-    one is at most 2^-32 of its neighbours' size, so half of that exponent tells which of the two it is.
-    """
-    largest_kept = torch.where(mask, gradient, 0).abs().amax()
-    largest_pruned = torch.where(mask, 0, gradient).abs().amax()
-    full = largest_pruned > largest_kept * FAINT**0.5
-    return torch.where(mask | full, gradient, gradient / FAINT)
+    """The inverse of `faint_gradient`, but for NaN and inf."""
+    return torch.where(mask, gradient, gradient / FAINT)
