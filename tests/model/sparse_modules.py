@@ -147,6 +147,8 @@ def is_plus_zero(tensor: Tensor) -> bool:
     return not tensor.count_nonzero() and not torch.signbit(tensor).any()
 
 
-def at_rest(module: nn.Module) -> bool:
-    """Whether every pruned weight is exactly +0.0, looked at without calling the module or its state dict."""
-    return all(is_plus_zero(module.get_parameter(name).detach()[~mask]) for name, mask in mts.named_masks(module))
+def lost_zeros(module: nn.Module) -> list[str]:
+    """The masked parameters that are not exactly +0.0 at every pruned place, looked at as they are: to call the module,
+    its state dict or an attribute of it would zero them."""
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    return [name for name, mask in mts.named_masks(module) if not is_plus_zero(parameters[name].detach()[~mask])]

@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from accelerate import Accelerator, cpu_offload, disk_offload, dispatch_model
+from accelerate import Accelerator, cpu_offload, dispatch_model
 from accelerate.hooks import (
     AlignDevicesHook,
     ModelHook,
@@ -20,10 +20,11 @@ from torch import Tensor, nn
 import modelopt_sparse as mts
 from modelopt_sparse.model.devices import remove_hooks, stored
 from tests.helpers import assert_same_masks, plain_from_pretrained, tiny_llama, token_batches
+from tests.model.sparse_modules import written_on_purpose
 from tests.models.architectures import ARCHITECTURES
 from tests.oracles.brute_force import Recording, assert_stats, brute_force, matrices_of
 
-pytestmark = [pytest.mark.core, pytest.mark.filterwarnings("ignore:.* were written to pruned places:UserWarning")]
+pytestmark = [pytest.mark.core, written_on_purpose]
 
 LAYERS = ["model.layers.0", "model.layers.1"]
 
@@ -257,24 +258,6 @@ def assert_refused(model: nn.Module, match: str, **options) -> None:
     assert [type(module) for module in model.modules()] == types
     assert not list(mts.named_masks(model))
     assert not hasattr(model, "sparsity_report")
-
-
-def files_in(folder) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
-def test_a_disk_offloaded_model_is_refused_by_name(tmp_path):
-    model = tiny_llama()
-    ids = token_batches(1)[0]
-    with torch.no_grad():
-        expected = model(ids).logits
-    disk_offload(model, tmp_path, execution_device=torch.device("cpu"))
-    before = files_in(tmp_path)
-    match = "'model.layers.0.self_attn.q_proj.weight' is offloaded to disk: use sparsify_checkpoint"
-    assert_refused(model, match)
-    assert files_in(tmp_path) == before
-    with torch.no_grad():
-        assert torch.equal(model(ids).logits, expected)
 
 
 def test_the_layer_that_is_on_disk_is_named_not_one_that_is_in_memory(tmp_path):

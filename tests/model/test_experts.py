@@ -13,6 +13,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 import modelopt_sparse as mts
 from modelopt_sparse.accuracy.tuning import learning_rates
 from tests.helpers import assert_same_state, plain_from_pretrained, refused, state_of
+from tests.model.sparse_modules import written_on_purpose
 from tests.models.architectures import texts
 from tests.models.expert_models import CHOSEN, EXPERTS, INKLING, MODELS, STEP3P7, VOCAB
 from tests.oracles.brute_experts import brute_experts, stored_as_matrices
@@ -469,7 +470,7 @@ def test_masks_of_the_users_own_a_few_experts_at_a_time():
 # masks --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("ignore:.* were written to pruned places:UserWarning")
+@written_on_purpose
 @every_model
 def test_masks_hold_in_forward_and_training(name):
     """What is written to pruned places never reaches an output, and AdamW leaves them zero; kept weights learn."""
@@ -512,16 +513,6 @@ def test_every_experts_implementation_gives_the_same_model(name, implementation)
         assert float(((weight == 0) == (model.get_parameter(key) == 0)).double().mean()) > 0.999, key
     plain = mts.export(copy.deepcopy(model))
     assert torch.equal(model(**plenty()[0]).logits, plain(**plenty()[0]).logits)
-
-
-def test_a_mask_on_one_of_two_experts_parameters_and_back():
-    model = MODELS["gpt_oss"]()
-    name = "model.layers.0.mlp.experts.down_proj"
-    mask = torch.rand(model.get_parameter(name).shape) > 0.5
-    mts.set_mask(model, name, mask)
-    assert dict(mts.named_masks(model)).keys() == {name}
-    assert not model.get_parameter(name).detach()[~mask].any()
-    assert type(mts.export(model).get_submodule("model.layers.0.mlp.experts")).__name__ == "GptOssExperts"
 
 
 def test_an_interrupted_run_leaves_no_hook_behind():

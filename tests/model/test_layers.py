@@ -292,16 +292,6 @@ def test_an_attention_whose_forward_is_its_own_stays_dense():
     assert all("Residual has a forward of its own" in dense.reason for dense in others)
 
 
-def test_the_attention_is_as_it_was_after_its_inputs_were_seen():
-    module, x = nn.MultiheadAttention(8, 2), torch.randn(5, 2, 8)
-    before = {name: value.clone() for name, value in module.state_dict().items()}
-    parameter = module.out_proj.weight
-    rows_of(layer_named(module, "out_proj"), x, x, x)
-    assert module.out_proj.weight is parameter
-    for name, value in module.state_dict().items():
-        assert torch.equal(value, before[name])
-
-
 # finding -------------------------------------------------------------------------------------------------------------
 
 

@@ -64,27 +64,6 @@ def test_compiled_modules_ignore_what_lies_under_the_mask_and_give_the_same_grad
         torch.testing.assert_close(output(fast, *inputs), expected)
 
 
-def test_compiled_subclass_follows_its_attributes():
-    class Adjustable(nn.Linear):
-        def __init__(self) -> None:
-            super().__init__(8, 8)
-            self.factor, self.calls = 2.0, 0
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.calls += 1
-            return super().forward(x) * (self.factor if self.training else 1.0)
-
-    module = Adjustable()
-    mts.set_mask(module, "weight", random_mask(module.weight))
-    fast, x = compiled(module, "eager"), torch.randn(3, 8)
-    for change in (lambda: None, lambda: setattr(module, "factor", 3.0), module.eval):
-        change()
-        found, calls = fast(x), module.calls
-        torch.testing.assert_close(found, module(x))
-        assert module.calls == calls + 1
-    assert module.calls == 6
-
-
 def test_compiled_graphs_keep_no_masked_copy_for_the_backward_pass():
     model = nn.Sequential(nn.Linear(16, 24), nn.Tanh(), nn.Linear(24, 32), nn.Tanh(), nn.Linear(32, 16))
     for index in (0, 2, 4):

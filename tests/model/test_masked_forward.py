@@ -1,7 +1,6 @@
 """Forward and backward passes of sparse modules, under torch.func, in replicas and in threads."""
 
 import copy
-import threading
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ from torch import Tensor, nn
 import modelopt_sparse as mts
 from tests.model.sparse_modules import (
     Case,
-    Scaled,
     drift,
     every_case,
     is_plus_zero,
@@ -176,92 +174,3 @@ def test_replicas_of_data_parallel_enforce_the_mask():
     found.sum().backward()
     assert is_plus_zero(copied.grad[~mask])
     assert copied.grad[mask].all()
-
-
-def test_two_threads_in_the_same_module_at_the_same_time_do_not_meet():
-    meet = threading.Barrier(2, timeout=20)
-
-    class Meeting(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            if x.dim() > 2:  # what `set_mask` makes up to see what this computes, in one thread
-                return super().forward(x)
-            meet.wait()  # both are inside now
-            found = super().forward(x)
-            meet.wait()
-            return found
-
-    module = Meeting(8, 8)
-    parameter, mask = module.weight, random_mask(module.weight)
-    mts.set_mask(module, "weight", mask)
-    reference = F.linear
-    weight, bias = parameter.detach().clone(), module.bias.detach().clone()
-    problems: list[str] = []
-
-    def work(index: int) -> None:
-        for step in range(5):
-            x = torch.full((2, 8), float(10 * index + step))
-            with torch.set_grad_enabled(index == 0):
-                found = module(x)
-            if not torch.allclose(found, reference(x, weight, bias)):
-                problems.append(f"thread {index}, step {step}: wrong output")
-            if module.weight is not parameter or module._parameters["weight"] is not parameter:
-                problems.append(f"thread {index}, step {step}: the Parameter is not in its place")
-
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not problems
-
-
-def test_what_a_forward_keeps_on_itself_stays_with_the_module():
-    module = Scaled(8, 6)
-    mts.set_mask(module, "weight", random_mask(module.weight))
-    dense = mts.export(copy.deepcopy(module))
-    for _ in range(2):
-        torch.testing.assert_close(module(torch.ones(3, 8)), dense(torch.ones(3, 8)))
-    assert module.calls == dense.calls == 2
-    assert module.seen == dense.seen == 6
-    assert "seen" in module._buffers
-
-
-class Untidy(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls = getattr(self, "calls", 0) + 1
-        if hasattr(self, "once"):
-            del self.once
-        self.bias = nn.Parameter(self.bias.detach() + 1)
-        if len(x) == 0:
-            raise RuntimeError("no input")
-        return super().forward(x)
-
-
-@pytest.mark.filterwarnings("ignore:Untidy. its forward does something else with the weight:UserWarning")
-def test_attributes_set_deleted_or_set_before_an_error_are_what_the_dense_module_would_have():
-    module = Untidy(8, 8)
-    mts.set_mask(module, "weight", random_mask(module.weight))
-    module.once = True
-    bias = module.bias.detach().clone()
-    module(torch.ones(1, 8))
-    assert not hasattr(module, "once")
-    with pytest.raises(RuntimeError, match="no input"):
-        module(torch.ones(0, 8))
-    assert module.calls == 2
-    torch.testing.assert_close(module.bias.detach(), bias + 2)
-    assert isinstance(module.bias, nn.Parameter)
-
-
-@pytest.mark.filterwarnings("ignore:Normed. its forward does something else with the weight:UserWarning")
-def test_a_forward_that_replaces_its_weight_leaves_a_parameter():
-    class Normed(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            self.weight = nn.Parameter(self.weight.detach() / self.weight.detach().norm())
-            return super().forward(x)
-
-    module = Normed(8, 8)
-    mts.set_mask(module, "weight", mask := random_mask(module.weight))
-    module(torch.ones(1, 8))
-    assert isinstance(module.weight, nn.Parameter)
-    torch.testing.assert_close(module.weight.norm().item(), 1.0)
-    assert is_plus_zero(module.weight.detach()[~mask])

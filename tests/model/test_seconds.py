@@ -49,16 +49,6 @@ def test_seconds_are_those_of_both_models(monkeypatch, options, width, blocks):
     assert costs["seconds"] == [old, new]
 
 
-def test_a_disturbed_call_does_not_count(monkeypatch):
-    """A product now and then takes much longer."""
-    products = count(1)
-    work = Work(monkeypatch, lambda: 10**7 * (next(products) % 301 == 0))
-    models, ids = (shrinkable("Llama"), shrinkable("Llama")), torch.ones(1, 8, dtype=torch.long)
-    with torch.no_grad():
-        before, after = seconds_of_call(models, ids, lambda: work.seconds)
-    assert before == after == 8 * (4 * (LLAMA + 3 * HIDDEN * WIDTH) + VOCAB * HIDDEN)
-
-
 def test_nothing_is_said_where_calls_do_not_agree(monkeypatch):
     products = count(1)
     Work(monkeypatch, lambda: 10**5 * next(products))

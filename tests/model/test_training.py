@@ -23,7 +23,7 @@ from transformers.pytorch_utils import Conv1D as HFConv1D
 
 import modelopt_sparse as mts
 from tests.helpers import plain_from_pretrained, tiny_llama, token_batches
-from tests.model.sparse_modules import random_mask, written_on_purpose
+from tests.model.sparse_modules import lost_zeros, random_mask, written_on_purpose
 
 # the names that transformers 5.0 has as well; and peft 0.21 asks transformers 5.23 by an old name
 OLD_NAMES = ("ignore:.gradient_checkpointing:FutureWarning", "ignore:.is_gradient_checkpointing:FutureWarning")
@@ -70,17 +70,6 @@ def regression(batch: int = 16, seed: int = 1) -> tuple[Tensor, Tensor]:
 
 def mean_square(model: nn.Module, x: Tensor, target: Tensor) -> Tensor:
     return F.mse_loss(model(x).float(), target)
-
-
-def lost_zeros(model: nn.Module) -> list[str]:
-    """The masked parameters that are not exactly +0.0 at every pruned place."""
-    lost = []
-    parameters = dict(model.named_parameters(remove_duplicate=False))  # as they are: to read an attribute zeros it
-    for name, mask in mts.named_masks(model):
-        pruned = parameters[name].detach()[~mask]
-        if pruned.count_nonzero() or torch.signbit(pruned).any():
-            lost.append(name)
-    return lost
 
 
 def unchanged(model: nn.Module, before: dict[str, Tensor]) -> list[str]:
@@ -373,23 +362,6 @@ def test_trainer_keeps_zeros_learns_and_resumes_where_it_stopped(tmp_path: Path,
     again = [entry["loss"] for entry in resumed.state.log_history if "loss" in entry]
     assert again == pytest.approx(losses, rel=1e-6)
     torch.testing.assert_close(values(restored), values(model), rtol=1e-6, atol=1e-7)
-
-
-def test_trainer_with_an_attached_optimizer_keeps_zeros_under_old_momentum(tmp_path: Path):
-    model = tiny_llama()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    (tokens,) = token_batches(1)
-    model(input_ids=tokens, labels=tokens).loss.backward()
-    optimizer.step()
-    mts.sparsify(model, "magnitude", progress=False)
-    mts.attach_optimizer(optimizer, model)
-    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
-    run = trainer(model, tmp_path, bf16=False, gradient_checkpointing=False, save_strategy="no")
-    run.optimizer, run.lr_scheduler = optimizer, scheduler
-    run.train()
-    assert not lost_zeros(model)
-    losses = [entry["loss"] for entry in run.state.log_history if "loss" in entry]
-    assert losses[-1] < losses[0]
 
 
 CHANGES = {"itself": lambda model: model, "deepcopy": copy.deepcopy, "pickle": lambda m: pickle.loads(pickle.dumps(m))}

@@ -17,9 +17,9 @@ from tests.model.sparse_modules import (
     CASES,
     COPIES,
     Case,
-    at_rest,
     every_case,
     is_plus_zero,
+    lost_zeros,
     output,
     random_mask,
     sparse_and_dense,
@@ -32,13 +32,10 @@ pytestmark = written_on_purpose
 X = torch.randn(3, 8, generator=torch.Generator().manual_seed(11))
 
 
-class Passes(list):
-    """The shapes of the weights that were zeroed since `clear`."""
-
-
 @pytest.fixture
-def passes(monkeypatch: pytest.MonkeyPatch) -> Passes:
-    seen, write = Passes(), masking.write_zeros
+def passes(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
+    """The shapes of the weights that were zeroed since `clear`."""
+    seen, write = [], masking.write_zeros
 
     def counted(tensor: Tensor, mask: Tensor) -> None:
         seen.append(tensor.shape)
@@ -135,7 +132,7 @@ WRITES: dict[str, Callable[[nn.Linear], object]] = {
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
-def test_the_forward_after_a_write_is_masked_and_the_next_one_costs_nothing(write, mode, passes: Passes):
+def test_the_forward_after_a_write_is_masked_and_the_next_one_costs_nothing(write, mode, passes: list):
     module, mask = sparse_linear()
     with mode():
         module(X)
@@ -179,7 +176,7 @@ def test_a_fused_optimizer_that_moves_pruned_weights_is_seen_whenever_gradients_
 
 
 @every_case
-def test_a_forward_without_gradients_runs_on_the_parameters_themselves(case: Case, passes: Passes):
+def test_a_forward_without_gradients_runs_on_the_parameters_themselves(case: Case, passes: list):
     sparse, dense, _ = sparse_and_dense(case)
     inputs = case.inputs()
     pointers = {p.untyped_storage().data_ptr() for p in sparse.parameters()}
@@ -191,7 +188,7 @@ def test_a_forward_without_gradients_runs_on_the_parameters_themselves(case: Cas
     assert {p.untyped_storage().data_ptr() for p in sparse.parameters()} == pointers
 
 
-def test_frozen_weights_cost_nothing_with_gradients_either(passes: Passes):
+def test_frozen_weights_cost_nothing_with_gradients_either(passes: list):
     module, mask = sparse_linear()
     module.requires_grad_(False)
     x = X.clone().requires_grad_()
@@ -206,7 +203,7 @@ def test_frozen_weights_cost_nothing_with_gradients_either(passes: Passes):
         loss.backward()
 
 
-def test_a_mask_that_is_changed_in_place_is_seen(passes: Passes):
+def test_a_mask_that_is_changed_in_place_is_seen(passes: list):
     module, mask = sparse_linear()
     with torch.no_grad():
         module(X)
@@ -340,7 +337,7 @@ def test_evaluation_between_forward_and_backward_is_no_write():
 
 
 @pytest.mark.parametrize("make", [COPIES[how] for how in ("deepcopy", "pickle4", "torch.save")])
-def test_copies_watch_their_own_weights(make: Callable[[nn.Module], nn.Module], passes: Passes):
+def test_copies_watch_their_own_weights(make: Callable[[nn.Module], nn.Module], passes: list):
     module, mask = sparse_linear()
     module.weight.requires_dense = True  # an attribute of the user's
     with torch.no_grad():
@@ -354,7 +351,7 @@ def test_copies_watch_their_own_weights(make: Callable[[nn.Module], nn.Module], 
         assert torch.equal(module(X), expected)
         module.weight.data.add_(1)
         assert torch.equal(module(X), masked_output(module, mask))
-    assert at_rest(other)
+    assert not lost_zeros(other)
 
 
 def test_pickles_hold_nothing_of_this_package():

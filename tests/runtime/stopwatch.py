@@ -5,8 +5,6 @@ import torch.nn.functional as F
 
 from modelopt_sparse.runtime import kernels as backends
 from modelopt_sparse.runtime.kernels import Algorithm
-from modelopt_sparse.runtime.timing import Place
-from tests.runtime.unpacking import CPU
 
 FAST, OTHER = Algorithm(7, 1, -1), Algorithm(3, 4, 2)
 
@@ -38,7 +36,3 @@ TABLE = {
     "sparse": {(1, backends.DEFAULT): 9e-6, (1, FAST): 8e-6, (64, backends.DEFAULT): 5e-6, (64, FAST): 6e-6},
     "dense": {(1, "cublas"): 10e-6, (1, "cublaslt"): 12e-6, (64, "cublas"): 9e-6, (64, "cublaslt"): 8e-6},
 }
-
-
-def timed_place(backend, stopwatch) -> Place:
-    return Place(CPU, backend, "a CPU", stopwatch, 0)

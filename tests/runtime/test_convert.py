@@ -18,7 +18,7 @@ from modelopt_sparse.runtime import convert
 from modelopt_sparse.runtime.convert import Settings, loading_place
 from modelopt_sparse.runtime.kernels import Cutlass, SemiStructuredLinear
 from tests.helpers import ROOT, assert_bits, tiny_llama, token_batches
-from tests.runtime.stopwatch import TABLE, Stopwatch, timed_place
+from tests.runtime.stopwatch import TABLE, Stopwatch
 from tests.runtime.unpacking import Unpacking, chain, llama, packed_by, place_for, pruned, reasons
 
 
@@ -44,9 +44,7 @@ def test_masks_are_to_be_exported_first():
         ({"tune": "64"}, r"tune=\('64',\): give token counts from 1"),
         ({"tune": True}, r"tune=\(True,\): give token counts"),
         ({"min_speedup": 0}, r"min_speedup=0: must be a number in \(0, inf\]"),
-        ({"quantize": "int8"}, "option 'quantize' is not known"),
         ({"backend": "triton"}, "backend='triton': allowed are 'cusparselt', 'cutlass'"),
-        ({"tune": 8, "keep_both": True}, "option 'keep_both' is not known"),
     ],
 )
 def test_wrong_options_are_refused(options, wrong):
@@ -238,7 +236,7 @@ us: microseconds of a call, dense -> 2:4, each with its fastest library or algor
 
 def test_the_report_says_everything_as_text_and_as_json(backend, blas):
     model = chain(pruned(32, 64), pruned(64, 128, bias=False), nn.Linear(128, 64, dtype=torch.bfloat16))
-    convert.convert(model, Settings.of({"tune": (1, 64)}), lambda device: timed_place(backend, Stopwatch(**TABLE)))
+    packed_by(backend, model, Stopwatch(**TABLE), tune=(1, 64))
     assert str(mts.semi_structured_report(model)) == REPORT
     read = json.loads(mts.semi_structured_report(model).to_json())
     assert read["layers"][0]["timings"][0]["algorithm"] == [0, 1, -1]

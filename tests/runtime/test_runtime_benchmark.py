@@ -57,16 +57,6 @@ def test_without_a_gpu_it_says_so_in_one_line(bench, monkeypatch, capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_wrong_arguments_are_refused(bench, capsys):
-    for wrong in (["--tokens", "0"], ["--tokens", "a"], ["--context", "x"]):
-        with pytest.raises(SystemExit) as ended:
-            bench.arguments(wrong)
-        assert ended.value.code == 2
-        assert "error: " in capsys.readouterr().err
-    given = bench.arguments([])
-    assert (given.tokens[0], given.tokens[-1], given.layers) == (1, 16384, 32)
-
-
 def test_layers_have_a_row_for_each_count_or_the_reason(bench, backend):
     found = results_of(bench, backend, "--layers", "0")
     assert found["model"] is None
