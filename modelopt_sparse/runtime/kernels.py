@@ -68,8 +68,9 @@ class Backend(ABC):
 
     @abstractmethod
     def pack(self, weight: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(values, metadata) of a contiguous weight, whose pattern is not checked here; values have a row for each of
-        its rows. ``metadata`` is None for a library that stores it together with the values.
+        """(values, metadata) of a contiguous weight, whose pattern is not checked here; cuSPARSELt's values are flat.
+
+        ``metadata`` is None for a library that stores it together with the values.
         """
 
     @abstractmethod
@@ -258,12 +259,12 @@ def pack(weight: Tensor, backend: Backend) -> tuple[Tensor, Tensor | None]:
 # multiplying ----------------------------------------------------------------------------------------------------------
 
 
-# Choices of algorithms are four integers each, for an operator takes no tuples: the fewest tokens of inputs that it is
-# for, in rising order, and the numbers of the algorithm.
-
-
 def algorithm_for(tokens: int, choices: Sequence[int]) -> Algorithm:
-    """The last algorithm that is for so many tokens; the first if none is; the default without choices."""
+    """The last algorithm that is for so many tokens; the first if none is; the default without choices.
+
+    Choices are four integers each, for an operator takes no tuples: the fewest tokens of inputs that it is for, in
+    rising order, and the numbers of the algorithm.
+    """
     begin = max((i for i in range(0, len(choices), 4) if choices[i] <= tokens), default=0)
     return Algorithm(*choices[begin + 1 : begin + 4])
 
@@ -273,13 +274,14 @@ def multiply(
     packed: Tensor,
     metadata: Tensor | None,
     bias: Tensor | None,
+    rows: int,
     backend: str,
     choices: Sequence[int],
 ) -> Tensor:
     """x W^T (+ bias) as [T, R] for x [T, C]."""
     tokens, kernels = x.shape[0], BACKENDS[backend]
     if not tokens:
-        return x.new_empty(0, packed.shape[0])
+        return x.new_empty(0, rows)
     x = operand(x, kernels.multiples(packed.dtype).dense_min_rows)
     return kernels.multiply(packed, metadata, x, bias, algorithm_for(tokens, choices))[:tokens]
 
@@ -312,10 +314,10 @@ def register_operators() -> None:
     def backward(ctx, gradient):
         refuse = torch.ops.modelopt_sparse.no_gradient
         x, bias = (None if shape is None else refuse(gradient, shape) for shape in ctx.shapes)
-        return x, None, None, bias, None, None
+        return x, None, None, bias, None, None, None
 
     linear = torch.library.custom_op("modelopt_sparse::linear_24", multiply, mutates_args=())
-    linear.register_fake(lambda x, packed, *_: x.new_empty(x.shape[0], packed.shape[0]))
+    linear.register_fake(lambda x, packed, metadata, bias, rows, *_: x.new_empty(x.shape[0], rows))
     refusal = torch.library.custom_op("modelopt_sparse::no_gradient", no_gradient, mutates_args=())
     refusal.register_fake(lambda gradient, shape: gradient.new_empty(shape))
     linear.register_autograd(backward, setup_context=shapes)
@@ -355,8 +357,8 @@ class SemiStructuredLinear(PackedLayer):
             raise ValueError(f"packed for {wanted}, and got {x.dtype} of {x.shape[-1]}: convert the input")
         opaque = torch.is_grad_enabled() or torch.compiler.is_compiling()
         product = torch.ops.modelopt_sparse.linear_24 if opaque else multiply
-        flat = x.reshape(-1, self.in_features)
-        out = product(flat, self.packed, self.metadata, self.bias, self.backend, self.choices)
+        flat, tensors = x.reshape(-1, self.in_features), (self.packed, self.metadata, self.bias)
+        out = product(flat, *tensors, self.out_features, self.backend, self.choices)
         return out.view(*x.shape[:-1], self.out_features)
 
     @property

@@ -100,7 +100,7 @@ def time_layer(
             sparse: dict[Algorithm, float] = {}
             for algorithm in place.backend.search(values, metadata, probe, bias):
                 choices = (0, *algorithm)
-                product = partial(multiply, backend=place.backend.name, choices=choices)
+                product = partial(multiply, rows=len(weight), backend=place.backend.name, choices=choices)
                 sparse[algorithm] = place.timer([partial(product, x, *one, bias) for one in sparse_set])
             library, algorithm = min(dense, key=dense.__getitem__), min(sparse, key=sparse.__getitem__)
             timings.append(Timing(count, dense[library], library, sparse[algorithm], algorithm))

@@ -13,7 +13,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 import modelopt_sparse as mts
 from modelopt_sparse.accuracy.tuning import learning_rates
 from tests.helpers import assert_same_state, plain_from_pretrained, refused, state_of
-from tests.model.sparse_modules import written_on_purpose
+from tests.model.sparse_modules import lost_zeros, written_on_purpose
 from tests.models.architectures import texts
 from tests.models.expert_models import CHOSEN, EXPERTS, INKLING, MODELS, STEP3P7, VOCAB
 from tests.oracles.brute_experts import brute_experts, stored_as_matrices
@@ -491,11 +491,9 @@ def test_masks_hold_in_forward_and_training(name):
             assert gradient[mask].any()
         optimizer.step()
         optimizer.zero_grad()
+    assert not lost_zeros(sparse)
     for key in fused(sparse):
-        weight, mask = sparse.get_parameter(key).detach(), sparse.get_buffer(f"{key}_mask")
-        assert not weight[~mask].any()
-        assert bool((weight != before[key])[mask].any())
-    mts.verify(sparse, "2:4")
+        assert bool((sparse.get_parameter(key) != before[key])[sparse.get_buffer(f"{key}_mask")].any())
 
 
 @pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])

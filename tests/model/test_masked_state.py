@@ -166,9 +166,9 @@ def test_an_average_has_the_masks_of_its_model_or_is_refused(how, use_buffers):
     for name, mask in masks.items():  # as docs/training.md says
         mts.set_mask(average.module, name, mask)
     average.train()
+    assert not lost_zeros(average.module)
     for name, mask in mts.named_masks(average.module):
         assert torch.equal(mask, masks[name])
-        assert not average.module.get_parameter(name)[~mask].any()
     again = copy.deepcopy(average.module)
     again.load_state_dict({key: x.roll(1) for key, x in average.module.state_dict().items()})
     again.eval()
