@@ -215,6 +215,18 @@ class Gated(nn.Module):
         return x + self.gate * self.down(self.up(x).relu())
 
 
+class Press:
+    """A forward hook that presses Ctrl-C in its call number ``at``."""
+
+    def __init__(self, at: int) -> None:
+        self.at, self.calls = at, 0
+
+    def __call__(self, *_: object) -> None:
+        self.calls += 1
+        if self.calls == self.at:
+            raise KeyboardInterrupt
+
+
 @pytest.mark.parametrize("at", range(1, 40, 6))
 def test_ctrl_c_leaves_nothing_on_the_device(at):
     """Wherever a forward is interrupted, all weights are offloaded again, and a second call works."""
@@ -223,23 +235,16 @@ def test_ctrl_c_leaves_nothing_on_the_device(at):
     x = torch.randn(8, 16)
     expected = mts.sparsify(copy.deepcopy(model), data_loader=[x, -x], progress=False)
     offloaded(model)
-    calls = 0
-
-    def press(*_) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == at:
-            raise KeyboardInterrupt
-
+    press = Press(at)
     handles = [module.register_forward_hook(press) for module in model.modules() if isinstance(module, nn.Linear)]
     try:
         mts.sparsify(model, data_loader=[x, -x], progress=False)
     except KeyboardInterrupt:
-        assert at <= calls
+        assert at <= press.calls
     assert all(parameter.is_meta for parameter in model.parameters())
     for handle in handles:
         handle.remove()
-    if calls < at:  # it was over before
+    if press.calls < at:  # it was over before
         for name, weight in values(expected).items():
             assert torch.equal(values(model)[name], weight)
     mts.sparsify(model, data_loader=[x, -x], progress=False)
@@ -337,15 +342,8 @@ def test_one_block_is_on_the_device_at_a_time(count):
 
 @pytest.mark.parametrize("at", [1, 2, 3, 4, 6, 8, 10])
 def test_ctrl_c_brings_the_blocks_back(at):
-    model, calls = tiny_llama(num_hidden_layers=3), 0
+    model, press = tiny_llama(num_hidden_layers=3), Press(at)
     journey = Journey(model.model.layers)
-
-    def press(*_) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == at:
-            raise KeyboardInterrupt
-
     model.model.layers[1].mlp.gate_proj.register_forward_hook(press)
     model.model.layers[2].mlp.gate_proj.register_forward_hook(press)
     with pytest.raises(KeyboardInterrupt):

@@ -35,14 +35,8 @@ def blocks_of(model: nn.Module) -> list[str]:
 
 
 def by_parameter(method: Recording, model: nn.Module) -> dict[str, mts.Stats]:
-    """The statistics that each fused parameter was solved with."""
-    found = {}
-    for weight, stats in method.seen:
-        for name in fused(model):
-            if torch.equal(stored_as_matrices(model, name), weight):
-                assert name not in found
-                found[name] = stats
-    return found
+    """The statistics that each fused parameter was solved with, in one piece."""
+    return {name: stats for name, ((_, stats),) in in_parts(method, model).items()}
 
 
 def assert_experts(found: dict[str, mts.Stats], expected: Seen, counts: dict[str, list[int]]) -> None:

@@ -75,9 +75,9 @@ def test_to_dense_gives_the_model_back_bit_for_bit(backend, dtype):
 
 def test_modes_of_execution_agree(backend):
     """inference_mode, no_grad, grad, autocast, and torch.compile without graph breaks for any number of tokens."""
-    layer = packed_by(backend, pruned(32, 64))
+    layer = packed_by(backend, pruned(32, 128))
     compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
-    x = torch.randn(2, 9, 64, dtype=torch.bfloat16)
+    x = torch.randn(2, 9, 128, dtype=torch.bfloat16)
     with torch.no_grad():
         wanted = layer(x)
     modes = [torch.inference_mode, torch.no_grad, nullcontext, partial(torch.autocast, "cpu", torch.bfloat16)]
