@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from modelopt_sparse.checks import check_choice, check_number, is_whole
 from modelopt_sparse.distributed import is_sharded
 from modelopt_sparse.model.find import find_layers
-from modelopt_sparse.model.forwards import has_own_forward
+from modelopt_sparse.model.forwards import replaced_forward
 from modelopt_sparse.model.masking import named_masks
 from modelopt_sparse.plan.options import check_globs, first_match
 from modelopt_sparse.reports.report import library_versions
@@ -230,8 +230,7 @@ def to_dense(model: nn.Module) -> nn.Module:
     """
     for _, module in list(_packed(model)):
         unpack_module(module)
-    if hasattr(model, ATTRIBUTE):
-        delattr(model, ATTRIBUTE)
+    vars(model).pop(ATTRIBUTE, None)
     return model
 
 
@@ -335,7 +334,7 @@ def _not_eligible(module: Any, weight: nn.Parameter, place_of: PlaceOf) -> str:
     """Why a layer's weight stays dense, or "". Cheap checks come first, the look at every weight last."""
     if type(module) is not nn.Linear:
         return f"a {type(module).__name__}, not a plain nn.Linear"
-    if has_own_forward(module, nn.Linear):
+    if replaced_forward(module) is not None:
         return "its forward was replaced on the instance"
     if is_sharded(weight):
         return "sharded over processes (DTensor)"

@@ -86,17 +86,11 @@ class Backend(ABC):
         bias: Tensor | None = None,
         algorithm: Algorithm = DEFAULT,
     ) -> Tensor:
-        """x W^T (+ bias) as [T, R], contiguous. x [T, C] is contiguous, and T one of `multiples`."""
+        """x W^T (+ bias) as [T, R], contiguous. x [T, C] is contiguous, T a multiple of ``dense_min_rows``."""
 
     def search(self, packed: Tensor, metadata: Tensor | None, x: Tensor, bias: Tensor | None) -> list[Algorithm]:
         """The algorithms worth timing for this input, the default first."""
         return [DEFAULT]
-
-    def as_tensor(self, packed: Tensor, metadata: Tensor | None, shape: torch.Size) -> SparseSemiStructuredTensor:
-        """The packed weight as torch's own tensor subclass: it has a shape, dtype and device, and a few operations."""
-        with warnings.catch_warnings():  # that the API of torch's classes is a prototype
-            warnings.filterwarnings("ignore", "The PyTorch API of SparseSemiStructuredTensor is in prototype stage")
-            return self.tensor_class(shape, packed, metadata, None, None, None)
 
 
 class CuSparseLt(Backend):
@@ -363,9 +357,11 @@ class SemiStructuredLinear(PackedLayer):
 
     @property
     def weight(self) -> Tensor:
-        """The packed weight as torch's tensor subclass."""
+        """The packed weight as torch's own tensor subclass: it has a shape, dtype and device, and a few operations."""
         shape = torch.Size((self.out_features, self.in_features))
-        return BACKENDS[self.backend].as_tensor(self.packed, self.metadata, shape)
+        with warnings.catch_warnings():  # that the API of torch's classes is a prototype
+            warnings.filterwarnings("ignore", "The PyTorch API of SparseSemiStructuredTensor is in prototype stage")
+            return BACKENDS[self.backend].tensor_class(shape, self.packed, self.metadata, None, None, None)
 
     @torch.no_grad()
     def unpacked(self) -> Tensor:
