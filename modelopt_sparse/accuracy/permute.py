@@ -8,7 +8,7 @@ belong together is not told by names: it is tried, and a block that hands on som
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import le
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from modelopt_sparse.accuracy.fisher import users_first
 from modelopt_sparse.calibration.calls import AtBlock, Inputs
 from modelopt_sparse.calibration.dense import BlockTask
 from modelopt_sparse.calibration.forward import forward_context
-from modelopt_sparse.calibration.stats import Collector, sum_up
+from modelopt_sparse.calibration.stats import sum_up
 from modelopt_sparse.distributed import Processes
 from modelopt_sparse.methods.base import Stats
 from modelopt_sparse.methods.patterns import NM
@@ -74,11 +74,11 @@ def permute(block: BlockTask, inputs: Inputs, run: Run, undo: ExitStack) -> dict
     candidates = list(possible_permutations(run.model, block.by_input()))
     if not candidates or not isinstance(inputs, AtBlock) or not inputs.once:
         return {}
-    consumers = list({candidate.consumer.name: candidate.consumer for candidate in candidates}.values())
-    collector = Collector(needs={consumer.name: "square_sums" for consumer in consumers}, share=False)
+    by_name = {candidate.consumer.name: candidate.consumer for candidate in candidates}
+    consumers = [replace(consumer, needs="square_sums") for consumer in by_name.values()]
     # of data in a forward_loop nobody knows which is the user's
     some = inputs if inputs.data.calls is None else inputs.only(users_first(inputs.data, PERMUTATION_ROWS))
-    sums = sum_up(consumers, some, collector, run)
+    sums = sum_up(consumers, some, run, share=False)
     stats = {names[0]: summed for names, summed in sums if isinstance(summed, Stats)}  # experts are never consumers
 
     permuted: dict[str, str] = {}

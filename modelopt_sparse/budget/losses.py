@@ -21,7 +21,7 @@ from modelopt_sparse.accuracy.tuning import BatchNumbers, called_with
 from modelopt_sparse.budget.costs import ChoiceCosts, Chosen, Losses
 from modelopt_sparse.calibration.dense import blocks_in_call_order, run_dense
 from modelopt_sparse.calibration.forward import CalibrationData
-from modelopt_sparse.calibration.stats import BY_SIZE, FEWER, DeferredStats, SharedInput, collect, part_of
+from modelopt_sparse.calibration.stats import BY_SIZE, FEWER, DeferredStats, SharedInput, collect
 from modelopt_sparse.distributed import Processes
 from modelopt_sparse.methods import METHODS
 from modelopt_sparse.methods.base import Stats
@@ -108,8 +108,7 @@ def _loss(
         experts = range(start, min(start + step, layer_plan.matrices))
         where = slice(experts.start, experts.stop) if layer_plan.routed else slice(None)
         held = stats.sent_to(0, experts, processes) if isinstance(stats, DeferredStats) else stats
-        part = part_of(held, experts) if layer_plan.routed else held
-        assert isinstance(part, Stats)
+        part = held.part(experts) if layer_plan.routed else held
         assert part.gram is not None
         error = (dense[where].to(weight.device) - weight[where]).to(part.gram.dtype)
         errors = ((error @ part.gram) * error).sum(-1).double().cpu()

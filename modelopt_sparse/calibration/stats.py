@@ -9,7 +9,7 @@ Shape letters: T tokens, C columns, E experts.
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -42,24 +42,31 @@ STRIPS = {"cuda": ((4096, 1024),), "cpu": ((1024, 256), (256, 128))}
 def add_product(gram: Tensor | None, rows: Tensor) -> Tensor:
     """gram + X^T X ``[..., C, C]`` for rows X ``[..., T, C]``; in place where the shapes are equal.
 
-    Of a large matrix what is below its strips may be missing until `completed`. Nothing waits for a CUDA device.
+    It is made in strips of rows that begin at the diagonal: about half the work if they are narrow, and no more than a
+    strip of it is held besides the sum. Of a large matrix what is below its strips may be missing until `completed`.
+    Nothing waits for a CUDA device.
     """
     work = torch.promote_types(rows.dtype, torch.float32)
     add = _add_half_precision
     if not on_tensor_cores(rows.device, rows.dtype):
         rows, add = rows.to(work), _add
-    square = (*rows.shape[:-2], rows.shape[-1], rows.shape[-1])
+    columns = rows.shape[-1]
     if gram is None:
-        gram = rows.new_zeros(square, dtype=work)
+        gram = rows.new_zeros((*rows.shape[:-2], columns, columns), dtype=work)
     if (gram.dim(), gram.dtype) != (rows.dim(), work):  # one attention, called with one input for q, k and v and others
         return gram + add_product(None, rows)
-    add_upper(gram, rows, add, _strip(gram))
+    strip = _strip(gram)
+    for first in range(0, columns, strip):
+        part = slice(first, first + strip)
+        add(gram[..., part, first:], rows[..., part].mT, rows[..., first:])
     return gram
 
 
 def completed(gram: Tensor) -> Tensor:
     """The sum that `add_product` has made, in place, with all of its entries."""
-    mirror(gram, _strip(gram))
+    strip = _strip(gram)
+    for last in range(strip, gram.shape[-1], strip):
+        gram[..., last:, last - strip : last] = gram[..., last - strip : last, last:].mT
     return gram
 
 
@@ -70,22 +77,6 @@ def on_tensor_cores(device: torch.device, dtype: torch.dtype) -> bool:
     return dtype == torch.bfloat16 or (
         dtype == torch.float16 and not torch.backends.cuda.matmul.allow_fp16_accumulation
     )
-
-
-def add_upper(gram: Tensor, rows: Tensor, add: Callable[[Tensor, Tensor, Tensor], None], strip: int) -> None:
-    """Add X^T X to ``gram``, in strips of rows that begin at the diagonal: about half the work if they are narrow, and
-    no more than a strip of it is held besides the sum. ``add(sum, left, right)`` adds a product in place."""
-    columns = rows.shape[-1]
-    for first in range(0, columns, strip):
-        part = slice(first, first + strip)
-        add(gram[..., part, first:], rows[..., part].mT, rows[..., first:])
-
-
-def mirror(gram: Tensor, strip: int) -> None:
-    """Copy what the strips hold to the other side of the diagonal."""
-    for first in range(0, gram.shape[-1], strip):
-        last = first + strip
-        gram[..., last:, first:last] = gram[..., first:last, last:].mT
 
 
 def _strip(gram: Tensor) -> int:
@@ -205,15 +196,10 @@ class RunningSum:
         assert self.sums is not None
         if self.routes is not None and self.counts is not None:
             return DeferredStats(self.counts, self.sums, self.routes)
-        sums = completed(self.sums) if self.gram and self.counts is None else self.sums
-        return _of_sums(self.tokens, sums, gram=self.gram, counts=self.counts)
-
-
-def _of_sums(tokens: int, sums: Tensor, *, gram: bool, counts: Tensor | None = None) -> Stats:
-    """Statistics from Gram matrices, or from square sums."""
-    if gram:
-        return Stats(tokens, sums.diagonal(dim1=-2, dim2=-1).clone(), sums, counts)
-    return Stats(tokens, sums, counts=counts)
+        if not self.gram:
+            return Stats(self.tokens, self.sums, counts=self.counts)
+        gram = completed(self.sums) if self.counts is None else self.sums
+        return Stats(self.tokens, gram.diagonal(dim1=-2, dim2=-1).clone(), gram, self.counts)
 
 
 # fused experts --------------------------------------------------------------------------------------------------------
@@ -235,65 +221,55 @@ def experts_below(stats: "Stats | DeferredStats", minimum: int) -> list[int]:
     return [] if stats.counts is None else (stats.counts < minimum).nonzero().flatten().tolist()
 
 
-def sum_over_experts(stats: Stats) -> Stats:
-    """The statistics of all experts' rows together."""
-    return Stats(stats.tokens, stats.square_sums.sum(0), None if stats.gram is None else stats.gram.sum(0))
+@dataclass(frozen=True)
+class TopUp:
+    """What is done about experts that got fewer than ``minimum`` rows. Their counts stay true.
 
-
-def part_of(stats: "Stats | DeferredStats", experts: range) -> Stats:
-    """Statistics of consecutive ``experts``: views of the sums, or formed from rows that are held."""
-    if isinstance(stats, DeferredStats):
-        return stats.part(experts)
-    assert stats.counts is not None
-    indices = slice(experts.start, experts.stop)
-    gram = None if stats.gram is None else stats.gram[indices]
-    return Stats(int(stats.counts[indices].sum()), stats.square_sums[indices], gram, stats.counts[indices])
-
-
-def pad_experts(stats: Stats, minimum: int, fallback: str, pool: Stats, everyone: Stats | None) -> Stats:
-    """Top up the sums of experts that got fewer than ``minimum`` rows, in place, as ``fallback`` says; counts stay
-    true.
-
-    "pool": the rows that are missing are average rows of ``pool``, which are those of all experts. "all_tokens": they
-    are replaced by the rows of ``everyone``. "weight_only": by ``minimum`` rows of white noise as large as the average.
+    how: "pool": the rows that are missing are average rows of ``pool``, which are those of all experts. "all_tokens":
+      they are replaced by the rows of everyone. "weight_only": by ``minimum`` rows of white noise as large as the
+      average.
     """
-    for expert in experts_below(stats, minimum):
-        alone = range(expert, expert + 1)
-        pad_expert(part_of(stats, alone), minimum, fallback, pool, everyone and part_of(everyone, alone))
-    return stats
 
+    minimum: int
+    how: str
+    pool: Stats
 
-def pad_expert(stats: Stats, minimum: int, fallback: str, pool: Stats, everyone: Stats | None) -> None:
-    """Top up the sums of one matrix, or one expert's, to ``minimum`` rows, in place: see `pad_experts`."""
-    if fallback == "weight_only":
-        variance = minimum / pool.tokens * pool.square_sums.mean()
-        stats.square_sums.copy_(variance)
-        if stats.gram is not None:
-            stats.gram.zero_().diagonal(dim1=-2, dim2=-1).copy_(variance)
-        return
-    scale = (minimum - stats.tokens) / pool.tokens
-    source = pool if fallback == "pool" else everyone
-    assert source is not None
-    for sums, source_sums in ((stats.square_sums, source.square_sums), (stats.gram, source.gram)):
-        if sums is not None and source_sums is not None:
-            sums.copy_(sums + scale * source_sums if fallback == "pool" else source_sums)
+    def fill(self, stats: Stats, everyone: Stats | None = None) -> Stats:
+        """Top up the sums of some experts, in place; ``everyone``: those of all tokens for each of them."""
+        for expert in experts_below(stats, self.minimum):
+            alone = range(expert, expert + 1)
+            self.fill_one(stats.part(alone), everyone and everyone.part(alone))
+        return stats
+
+    def fill_one(self, stats: Stats, everyone: Stats | None = None) -> None:
+        """Top up the sums of one matrix, or of one expert, in place."""
+        if self.how == "weight_only":
+            variance = self.minimum / self.pool.tokens * self.pool.square_sums.mean()
+            stats.square_sums.copy_(variance)
+            if stats.gram is not None:
+                stats.gram.zero_().diagonal(dim1=-2, dim2=-1).copy_(variance)
+            return
+        scale = (self.minimum - stats.tokens) / self.pool.tokens
+        source = self.pool if self.how == "pool" else everyone
+        assert source is not None
+        for sums, source_sums in ((stats.square_sums, source.square_sums), (stats.gram, source.gram)):
+            if sums is not None and source_sums is not None:
+                sums.copy_(sums + scale * source_sums if self.how == "pool" else source_sums)
 
 
 @dataclass(frozen=True)
 class DeferredStats:
     """Statistics of fused experts whose Gram matrices are formed for a few at a time (`part`), from rows that are held.
 
-    counts, square_sums: of the rows that were routed, in all processes, before experts with few of them are topped up.
+    counts: of the rows that were routed, in all processes. square_sums: theirs, topped up.
     routes: the rows that this process has: those of its own calls, or see `sent_to`.
-    minimum, fallback, pool, everyone: experts with fewer than ``minimum`` rows are topped up as `pad_experts` does.
+    top_up, everyone: how experts with few rows are topped up, and what of all tokens that may take.
     """
 
     counts: Tensor
     square_sums: Tensor
     routes: list[Route]
-    minimum: int = 0
-    fallback: str = "pool"
-    pool: Stats | None = None
+    top_up: TopUp | None = None
     everyone: "DeferredStats | None" = None
 
     gram = None  # of all experts at once
@@ -302,17 +278,22 @@ class DeferredStats:
     def tokens(self) -> int:
         return int(self.counts.sum())
 
-    def routed_square_sums(self) -> Stats:
+    def without_gram(self) -> Stats:
         return Stats(self.tokens, self.square_sums.clone(), counts=self.counts)
 
     def part(self, experts: range) -> Stats:
         """The statistics of these experts, with Gram matrices ``[len(experts), C, C]``."""
-        stats = self._formed(experts)
-        if not experts_below(stats, self.minimum):
+        columns = self.square_sums.shape[-1]
+        gram = self.square_sums.new_zeros(len(experts), columns, columns)
+        for route in self.routes:
+            if route.expert in experts:
+                _add_gram(gram[route.expert - experts.start], route)
+        counts = self.counts[experts.start : experts.stop]
+        stats = RunningSum(True, gram, int(counts.sum()), counts).stats()
+        assert isinstance(stats, Stats)
+        if self.top_up is None or not experts_below(stats, self.top_up.minimum):
             return stats
-        assert self.pool is not None
-        everyone = None if self.everyone is None else self.everyone._formed(experts)
-        return pad_experts(stats, self.minimum, self.fallback, self.pool, everyone)
+        return self.top_up.fill(stats, self.everyone and self.everyone.part(experts))
 
     def sent_to(self, owner: int, experts: range, processes: Processes) -> "DeferredStats":
         """Send the rows of ``experts`` from all processes to rank ``owner``, whose statistics hold them. Collective."""
@@ -337,24 +318,6 @@ class DeferredStats:
         ]
         return replace(self, routes=routes, everyone=everyone)
 
-    def _formed(self, experts: range) -> Stats:
-        columns = self.square_sums.shape[-1]
-        gram = self.square_sums.new_zeros(len(experts), columns, columns)
-        for route in self.routes:
-            if route.expert in experts:
-                _add_gram(gram[route.expert - experts.start], route)
-        counts = self.counts[experts.start : experts.stop]
-        return _of_sums(int(counts.sum()), gram, gram=True, counts=counts)
-
-
-def filled_square_sums(stats: Stats | DeferredStats) -> Tensor:
-    """The square sums of all matrices, ``[..., C]``, where experts with few rows are topped up."""
-    if isinstance(stats, Stats):
-        return stats.square_sums
-    routed = stats.routed_square_sums()
-    everyone = None if stats.everyone is None else stats.everyone.routed_square_sums()
-    return pad_experts(routed, stats.minimum, stats.fallback, sum_over_experts(routed), everyone).square_sums
-
 
 def _add_gram(total: Tensor, route: Route) -> None:
     """Add the Gram matrix of the rows to ``total``. They are copied: bits may depend on where rows begin in memory."""
@@ -365,6 +328,7 @@ def _add_gram(total: Tensor, route: Route) -> None:
 # the collector --------------------------------------------------------------------------------------------------------
 
 
+Names = tuple[str, ...]  # of layers with one input
 # (names of layers with one input, their statistics), in call order
 Groups = list[tuple[list[str], Stats | DeferredStats]]
 
@@ -430,17 +394,16 @@ class Collector:
             self.inconsistent |= any(counts[name] != counts[leader] for name, leader in self._leader_of.items())
         self._call = {}
 
-    def take(self) -> Groups:
-        """The statistics of all calls."""
+    def take(self) -> "dict[Names, RunningSum]":
+        """The sums of all calls, by the names of the layers with one input, in call order."""
         shared = grouped(self._leader_of, self._leader_of.__getitem__).items()
-        return [(names, self._sums.pop(leader).stats()) for leader, names in shared if leader in self._sums]
+        return {tuple(names): self._sums.pop(leader) for leader, names in shared if leader in self._sums}
 
 
 # several processes ----------------------------------------------------------------------------------------------------
 
 
 EXCHANGE = "statistics"
-Names = tuple[str, ...]
 
 
 def groups_of(collector: Collector, run: Run) -> Groups | None:
@@ -448,44 +411,27 @@ def groups_of(collector: Collector, run: Run) -> Groups | None:
     all of them, if layers have shared an input in one call but not in another: all calls have to be run once more, by
     layers that share no input."""
     collector.end_call()
-    groups, changed = collector.take(), collector.inconsistent
+    totals, changed = collector.take(), collector.inconsistent
     if run.processes.size > 1:
-        groups, changed = _added_up(groups, changed, collector.needs, run)
-    return None if changed else groups
+        totals, changed = _added_up(totals, changed, run)
+    return None if changed else [([*names], total.stats()) for names, total in totals.items()]
 
 
-def _added_up(groups: Groups, changed: bool, needs: Mapping[str, str], run: Run) -> tuple[Groups, bool]:
-    """Add up the groups of all processes -> (groups, whether layers share an input only in some calls or processes)."""
-    local, merged = {tuple(names): stats for names, stats in groups}, dict[Names, Stats]()
+def _added_up(local: dict[Names, RunningSum], changed: bool, run: Run) -> tuple[dict[Names, RunningSum], bool]:
+    """Add up the sums of all processes -> (sums, whether layers share an input only in some calls or processes)."""
     device = run.config.device or torch.device("cpu")
-    totals = run.processes.sum_by_key(EXCHANGE, {names: _sums(stats) for names, stats in local.items()}, device)
-    without = {names: _without_sums(stats) for names, stats in local.items()}
-    for rank_stats, rank_changed in run.processes.all_gather(EXCHANGE, (without, changed)):
-        changed |= rank_changed
-        for names, stats in rank_stats.items():
-            merged[names] = merged[names] + stats if names in merged else stats
-    every = [name for names in merged for name in names]
-    added: Groups = []
-    for names, stats in merged.items():
-        sums, gram = totals[names].to(_sums(stats).dtype), stats.gram is not None
-        if stats.counts is not None and needs[names[0]] == ROWS:
-            held = local.get(names)
-            routes = held.routes if isinstance(held, DeferredStats) else []
-            added.append(([*names], DeferredStats(stats.counts, sums, routes)))
-        else:
-            added.append(([*names], _of_sums(stats.tokens, sums, gram=gram, counts=stats.counts)))
-    return added, changed or len(set(every)) < len(every)
-
-
-def _sums(stats: Stats | DeferredStats) -> Tensor:
-    """The tensor that is all-reduced: the Gram matrix, whose diagonal has the square sums, or else the square sums."""
-    return stats.square_sums if stats.gram is None else stats.gram
-
-
-def _without_sums(stats: Stats | DeferredStats) -> Stats:
-    """Statistics with tensors on meta in place of the sums, for `all_gather`."""
-    gram = None if stats.gram is None else stats.gram.to("meta")
-    return Stats(stats.tokens, stats.square_sums.to("meta"), gram, stats.counts)
+    tensors = {names: total.sums for names, total in local.items() if total.sums is not None}
+    sums = run.processes.sum_by_key(EXCHANGE, tensors, device)
+    others = {names: replace(total, sums=None, routes=total.routes and []) for names, total in local.items()}
+    by_rank = run.processes.all_gather(EXCHANGE, (others, changed))
+    added = dict[Names, RunningSum]()
+    for names, of_all in sums.items():
+        ranks = [totals[names] for totals, _ in by_rank if names in totals]
+        counts = None if ranks[0].counts is None else torch.stack([x.counts for x in ranks]).sum(0)
+        tokens = sum(total.tokens for total in ranks)
+        added[names] = replace(local.get(names, ranks[0]), sums=of_all, tokens=tokens, counts=counts)
+    every = [name for names in added for name in names]
+    return added, any(rank_changed for _, rank_changed in by_rank) or len(set(every)) < len(every)
 
 
 # rows of experts ------------------------------------------------------------------------------------------------------
@@ -494,11 +440,11 @@ def _without_sums(stats: Stats | DeferredStats) -> Stats:
 POOL = "the tokens of all experts"
 
 
-def pool_of(stats: DeferredStats, run: Run) -> Stats:
-    """Sum the rows of all experts in all processes."""
-    columns, gram = stats.square_sums.shape[-1], None
-    if run.config.experts == "pool":  # the others need no Gram matrix of it
-        total = stats.square_sums.new_zeros(columns, columns)
+def pool_of(stats: Stats | DeferredStats, run: Run) -> Stats:
+    """The statistics of the rows of all experts together, in all processes."""
+    gram = None if stats.gram is None else stats.gram.sum(0)
+    if isinstance(stats, DeferredStats) and run.config.experts == "pool":  # the others need no Gram matrix of it
+        total = stats.square_sums.new_zeros(stats.square_sums.shape[-1:] * 2)
         for route in stats.routes:
             _add_gram(total, route)
         (gram,) = run.processes.sum_by_key(POOL, {POOL: total}, total.device).values()
@@ -519,7 +465,7 @@ def collect(layer_plans: Sequence[LayerPlan], inputs: Inputs, run: Run, *, one_p
     if all(layer_plan.needs == "nothing" for layer_plan in layer_plans) and not goes_on:
         return [SharedInput([layer_plan], None) for layer_plan in layer_plans]
     at_once = goes_on and one_pass
-    groups = sum_up(layer_plans, inputs, _collector(layer_plans, share=True), run, go_on=at_once)
+    groups = sum_up(layer_plans, inputs, run, go_on=at_once)
     reached = {name for names, stats in groups for name in names if stats.tokens}
     groups = [(names, _with_few_tokens(layer_plans, inputs, names, stats, run)) for names, stats in groups]
     if goes_on and not at_once:
@@ -551,36 +497,30 @@ def collect(layer_plans: Sequence[LayerPlan], inputs: Inputs, run: Run, *, one_p
 def sum_up(
     layer_plans: Sequence[LayerPlan],
     inputs: Inputs,
-    collector: Collector,
     run: Run,
     *,
+    share: bool = True,
+    all_tokens: Sequence[int] = (),
     go_on: bool = False,
 ) -> Groups:
-    """Let the ``collector`` sum up over all calls of all processes.
+    """Sum up what the layers need over all calls of all processes; ``share`` and ``all_tokens`` as for `Collector`.
 
     If layers share an input in some calls only, each sums for itself in another pass; raises ValueError if the calls
     ``go_on``, so that there is none.
     """
-    inputs.collect(layer_plans, collector.see, collector.end_call, go_on=go_on)
-    groups = groups_of(collector, run)
-    if groups is None and go_on:
-        problem = f"layer {layer_plans[0].name!r} and others of its block share an input on some batches alone"
-        raise ValueError(f"{problem}, which sequential='none' cannot sum up: give sequential='block'")
-    if groups is None:
-        apart = Collector(needs=collector.needs, share=False)
-        inputs.collect(layer_plans, apart.see, apart.end_call, go_on=False)
-        groups = groups_of(apart, run)
-        assert groups is not None, "layers that share no input"
-    position = {layer_plan.name: number for number, layer_plan in enumerate(layer_plans)}
-    return sorted(groups, key=lambda group: position[group[0][0]])
-
-
-def _collector(layer_plans: Sequence[LayerPlan], *, share: bool, all_tokens: Sequence[int] = ()) -> Collector:
     needs = {
         layer_plan.name: ROWS if layer_plan.needs == "gram" and layer_plan.at_once is not None else layer_plan.needs
         for layer_plan in layer_plans
     }
-    return Collector(needs=needs, share=share, all_tokens=all_tokens)
+    collector = Collector(needs=needs, share=share, all_tokens=all_tokens)
+    inputs.collect(layer_plans, collector.see, collector.end_call, go_on=go_on)
+    if (groups := groups_of(collector, run)) is None:
+        if go_on:
+            problem = f"layer {layer_plans[0].name!r} and others of its block share an input on some batches alone"
+            raise ValueError(f"{problem}, which sequential='none' cannot sum up: give sequential='block'")
+        return sum_up(layer_plans, inputs, run, share=False)
+    position = {layer_plan.name: number for number, layer_plan in enumerate(layer_plans)}
+    return sorted(groups, key=lambda group: position[group[0][0]])
 
 
 def _with_few_tokens(
@@ -593,13 +533,14 @@ def _with_few_tokens(
     everyone = None
     if config.experts == "all_tokens":
         members = [layer_plan for layer_plan in layer_plans if layer_plan.name in names]
-        ((_, everyone),) = sum_up(members, inputs, _collector(members, share=False, all_tokens=experts), run)
+        ((_, everyone),) = sum_up(members, inputs, run, share=False, all_tokens=experts)
+    top_up = TopUp(config.min_tokens, config.experts, pool_of(stats, run))
     if isinstance(stats, DeferredStats):
         assert not isinstance(everyone, Stats)
-        pool = pool_of(stats, run)
-        return replace(stats, minimum=config.min_tokens, fallback=config.experts, pool=pool, everyone=everyone)
+        filled = top_up.fill(stats.without_gram(), everyone and everyone.without_gram())
+        return replace(stats, square_sums=filled.square_sums, top_up=top_up, everyone=everyone)
     assert not isinstance(everyone, DeferredStats)
-    return pad_experts(stats, config.min_tokens, config.experts, sum_over_experts(stats), everyone)
+    return top_up.fill(stats, everyone)
 
 
 def _with_listed_experts(layer_plans: Sequence[LayerPlan], groups: Groups, run: Run) -> Groups:
@@ -610,19 +551,21 @@ def _with_listed_experts(layer_plans: Sequence[LayerPlan], groups: Groups, run: 
     """
     listed = [plan for plan in layer_plans if plan.layer.mixture is not None and plan.needs != "nothing"]
     stats_of = {name: stats for names, stats in groups for name in names if isinstance(stats, Stats)}
-    pools: dict[str, Stats] = {}  # layer -> the rows of its mixture
+    top_ups: dict[str, TopUp] = {}  # of layers, from the rows of their mixture
     for members in grouped(listed, lambda plan: (plan.layer.mixture, plan.shape)).values():
         if seen := [stats_of[plan.name] for plan in members if plan.name in stats_of]:
-            pools |= dict.fromkeys((plan.name for plan in members), reduce(Stats.__add__, seen))
-    result = sorted(groups, key=lambda group: not pools.keys().isdisjoint(group[0]))
-    for unseen in (plan.name for plan in listed if plan.name in pools and plan.name not in stats_of):
-        pool = pools[unseen]
+            top_up = TopUp(run.config.min_tokens, run.config.experts, reduce(Stats.__add__, seen))
+            top_ups |= dict.fromkeys((plan.name for plan in members), top_up)
+    groups = sorted(groups, key=lambda group: not top_ups.keys().isdisjoint(group[0]))
+    for unseen in (plan.name for plan in listed if plan.name in top_ups and plan.name not in stats_of):
+        pool = top_ups[unseen].pool
         gram = None if pool.gram is None else torch.zeros_like(pool.gram)
-        result.append(([unseen], Stats(0, torch.zeros_like(pool.square_sums), gram)))
-    for index, (names, stats) in enumerate(result):
-        pool = next((pools[name] for name in names if name in pools), None)
-        if pool is not None and isinstance(stats, Stats) and stats.tokens < run.config.min_tokens:
-            padded = deepcopy(stats)  # a pool may be the same object
-            pad_expert(padded, run.config.min_tokens, run.config.experts, pool, None)
-            result[index] = (names, padded)
+        groups.append(([unseen], Stats(0, torch.zeros_like(pool.square_sums), gram)))
+    result: Groups = []
+    for names, stats in groups:
+        top_up = next((top_ups[name] for name in names if name in top_ups), None)
+        if top_up is not None and isinstance(stats, Stats) and stats.tokens < top_up.minimum:
+            stats = deepcopy(stats)  # a pool may be the same object
+            top_up.fill_one(stats)
+        result.append((names, stats))
     return result

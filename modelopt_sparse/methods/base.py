@@ -45,6 +45,13 @@ class Stats:
         counts = None if self.counts is None or stats.counts is None else self.counts + stats.counts
         return Stats(self.tokens + stats.tokens, self.square_sums + stats.square_sums, gram, counts)
 
+    def part(self, experts: range) -> "Stats":
+        """The statistics of consecutive ``experts`` of a mixture: views of the sums."""
+        assert self.counts is not None
+        at = slice(experts.start, experts.stop)
+        gram = None if self.gram is None else self.gram[at]
+        return Stats(int(self.counts[at].sum()), self.square_sums[at], gram, self.counts[at])
+
     def with_dead_channels(self) -> "Stats":
         """The sums that weights are chosen by: dead channels, those that were zero in all rows, are filled in.
 

@@ -22,7 +22,7 @@ from modelopt_sparse.accuracy.reconstruct import dense_goals, reconstruct
 from modelopt_sparse.accuracy.tuning import TrainableMask
 from modelopt_sparse.calibration.calls import AtBlock
 from modelopt_sparse.calibration.dense import BlockTask
-from modelopt_sparse.calibration.stats import DeferredStats, SharedInput, collect, filled_square_sums, part_of
+from modelopt_sparse.calibration.stats import DeferredStats, SharedInput, collect
 from modelopt_sparse.methods.alps import DAMPING, Scaled, polish
 from modelopt_sparse.methods.base import Solution, Stats, masked_solution, output_energy
 from modelopt_sparse.methods.patterns import NM, sub_pattern
@@ -92,7 +92,7 @@ class LayerTask:
     def of(cls, layer_plan: LayerPlan, experts: range, prepared: Prepared, stats: InputStats, run: Run) -> "LayerTask":
         """Copy the weight, so that a method that writes to its input does not reach the model."""
         where = slice(experts.start, experts.stop) if layer_plan.routed else slice(None)
-        prepared = Prepared(stats and part_of(stats, experts)) if layer_plan.routed else prepared
+        prepared = Prepared(stats and stats.part(experts)) if layer_plan.routed else prepared
         device = run.config.device if prepared.stats is None else prepared.stats.square_sums.device
         weight = layer_plan.layer.matrix(layer_plan.layer.values[where].to(device, copy=True))
         pattern, method = layer_plan.pattern_now, layer_plan.method
@@ -341,8 +341,8 @@ def _movable(solved: SolvedLayer, config: SparsifyConfig) -> dict[nn.Parameter, 
         return {}
     if layer_plan.layer.parameter.dtype == torch.float16:  # "auto" leaves these as they are; "move" is refused
         return {}
-    sums = filled_square_sums(stats)
-    return {layer_plan.layer.parameter: TrainableMask.of(layer_plan.layer, layer_plan.pattern_now, sums)}
+    moved = TrainableMask.of(layer_plan.layer, layer_plan.pattern_now, stats.square_sums)
+    return {layer_plan.layer.parameter: moved}
 
 
 # writing a solution into the model ------------------------------------------------------------------------------------
@@ -390,9 +390,10 @@ def layer_report(solved: SolvedLayer, permuted: str | None, config: SparsifyConf
         error_from = "gram" if isinstance(stats, DeferredStats) or stats.gram is not None else "square_sums"
         tokens, expert_tokens = stats.tokens, [] if stats.counts is None else stats.counts.tolist()
         notes += _few_tokens(layer_plan, tokens, expert_tokens, config)
-        sums = filled_square_sums(stats)
-        if dead := int((sums == 0).sum()):
-            notes.append(f"{dead} of {sums.numel()} input channels were zero on all calibration data (dead)")
+        if dead := int((stats.square_sums == 0).sum()):
+            notes.append(
+                f"{dead} of {stats.square_sums.numel()} input channels were zero on all calibration data (dead)"
+            )
     return LayerReport(
         name=layer_plan.name,
         parameter=layer_plan.layer.parameter_name,

@@ -6,7 +6,7 @@ from torch import Tensor
 
 import modelopt_sparse as mts
 from modelopt_sparse.calibration import stats as grams
-from modelopt_sparse.calibration.stats import add_product, add_upper, completed, mirror, on_tensor_cores
+from modelopt_sparse.calibration.stats import add_product, completed, on_tensor_cores
 from tests.helpers import assert_bits, tiny_llama, token_batches
 
 
@@ -15,35 +15,14 @@ def whole_numbers(*shape: int) -> Tensor:
     return torch.randint(-9, 10, shape).float()
 
 
-def add(total: Tensor, left: Tensor, right: Tensor) -> None:
-    total += left @ right
-
-
 @pytest.mark.parametrize("lead", [(), (3,)])
 @pytest.mark.parametrize(("columns", "strip"), [(12, 4), (13, 4), (13, 1), (5, 8), (7, 7), (1, 1), (0, 4)])
-def test_strips_add_up_to_the_plain_product(columns, strip, lead):
+def test_strips_add_up_to_the_plain_product(columns, strip, lead, monkeypatch):
     """Two batches on one sum, strips that do and do not divide the columns."""
+    monkeypatch.setattr(grams, "STRIPS", {"cpu": ((0, strip),)})
     batches = [whole_numbers(*lead, tokens, columns) for tokens in (20, 7)]
-    total = torch.zeros(*lead, columns, columns)
-    for rows in batches:
-        add_upper(total, rows, add, strip)
-    mirror(total, strip)
+    total = completed(add_product(add_product(None, batches[0]), batches[1]))
     assert torch.equal(total, batches[0].mT @ batches[0] + batches[1].mT @ batches[1])
-
-
-def test_strips_leave_out_what_is_below_them():
-    rows = whole_numbers(20, 12)
-    total = torch.zeros(12, 12)
-    sizes = []
-
-    def noted(part: Tensor, left: Tensor, right: Tensor) -> None:
-        sizes.append((left.shape[0], right.shape[1]))
-        add(part, left, right)
-
-    add_upper(total, rows, noted, 4)
-    assert sizes == [(4, 12), (4, 8), (4, 4)]
-    for first in (4, 8):
-        assert not total[first:, first - 4 : first].any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
