@@ -6,10 +6,9 @@ predictions by d^T E[g g^T] d / 2 nats (Amari 1998; used for pruning by Theis et
 Of a squared error g is the gradient of the output times random signs, and the mean of g g^T the Gauss-Newton matrix.
 """
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from modelopt_sparse.accuracy.tuning import only_these_require_grad
 from modelopt_sparse.calibration.data import batch_rows
 from modelopt_sparse.calibration.forward import CalibrationData, NumberedCall
-from modelopt_sparse.model.devices import flat_tensors, has_hook, input_device
+from modelopt_sparse.model.devices import flat_tensors, forwards_replaced, has_hook, input_device
 from modelopt_sparse.model.layers import Layer
 from modelopt_sparse.model.output import OutputError, size_of
 from modelopt_sparse.run import Run
@@ -32,59 +31,26 @@ from modelopt_sparse.run import Run
 @contextmanager
 def blocks_recomputed(run: Run) -> Iterator[None]:
     """While entered, every block that runs with gradients is recomputed in the backward pass, where it has its weights,
-    read from disk or moved to the run's device, until the next one has.
+    read from disk or moved to the run's device, until the next one has: a backward pass through a block uses the
+    weights that it ran with."""
+    device, onloaded = run.config.device, ExitStack()
 
-    Blocks have a forward of their own meanwhile, which calls the one that they had, accelerate's hooks with it.
-    """
-    blocks = [block for block in run.plan.blocks if block is not run.model]
-    before = [block.__dict__.get("forward") for block in blocks]
-    weights = _Onloaded(run)
-    try:
-        for block in blocks:
-            block.forward = _recomputed(block, block.forward, weights)
-        yield
-    finally:
-        for block, forward in zip(blocks, before):
-            block.__dict__.pop("forward", None)
-            if forward is not None:
-                block.forward = forward
-        weights.come_back()
-
-
-def _recomputed(block: nn.Module, forward: Callable[..., Any], weights: "_Onloaded") -> Callable[..., Any]:
-    def with_weights(*args: Any, **kwargs: Any) -> Any:
-        weights.leave_for(block)
+    def with_weights(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        onloaded.close()  # the block before goes back
+        run.storage.load(block)
+        if device is not None and not has_hook(block) and (home := input_device(block)) != device:
+            onloaded.callback(block.to, home)
+            block.to(device)
         return forward(*args, **kwargs)
 
-    @functools.wraps(forward)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
+    def recomputed(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        return checkpoint(with_weights, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+        again = partial(with_weights, block, forward)
+        return checkpoint(again, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
-    return wrapped
-
-
-class _Onloaded:
-    """The one block whose weights are where it runs. A backward pass through a block uses the weights that it ran with,
-    so that they have to stay until the block before it runs again."""
-
-    def __init__(self, run: Run) -> None:
-        self._run = run
-        self._block: nn.Module | None = None
-        self._home = torch.device("cpu")
-
-    def leave_for(self, block: nn.Module) -> None:
-        self.come_back()
-        self._run.storage.load(block)
-        device = self._run.config.device
-        if device is not None and not has_hook(block) and (home := input_device(block)) != device:
-            self._block, self._home = block.to(device), home
-
-    def come_back(self) -> None:
-        if self._block is not None:
-            self._block.to(self._home)
-        self._block = None
+    with onloaded, forwards_replaced([block for block in run.plan.blocks if block is not run.model], recomputed):
+        yield
 
 
 # sums over the gradients of one backward pass -------------------------------------------------------------------------
@@ -110,41 +76,35 @@ class Gradients:
     rows: dict[str, Tensor]
 
 
-@dataclass
-class _Sums:
-    """Sums over this process's calls: of the outputs of blocks by index of the block, of layers by their name."""
-
-    by_key: dict[int | str, Tensor] = field(default_factory=dict)
-
-    def take_output(self, index: int, gradient: Tensor) -> None:
-        rows = gradient.detach().flatten(0, -2).float()
-        self._add(index, rows.T @ rows)
-
-    def take_gradient(self, layer: Layer, weight: Tensor) -> None:
-        assert weight.grad is not None
-        self._add(layer.name, layer.matrix(weight.grad).double().square().sum(-1).cpu())
-        weight.grad = None
-
-    def _add(self, key: int | str, values: Tensor) -> None:
-        self.by_key[key] = self.by_key[key] + values if key in self.by_key else values
-
-
 def gradients_of(data: CalibrationData, blocks: Sequence[nn.Module], layers: Sequence[Layer]) -> Gradients | None:
     """One forward and one backward of the dense model over the first rows of the user's data, with labels drawn from
     its predictions; of all processes together. None where no gradient of the output reaches blocks and layers. Raises
     OutputError where it is not known what counts of the output."""
     run, indices = data.run, {block: index for index, block in enumerate(blocks)}
     numbers = users_first(data, METRIC_ROWS if blocks else LOSS_ROWS)
-    weights = {layer.parameter: layer for layer in layers}
+    layer_of = {layer.parameter: layer for layer in layers}
     under_way: list[NumberedCall] = []
-    sums = _Sums()
+    sums: dict[int | str, Tensor] = {}  # over this process's calls: of blocks by their index, of layers by their name
     moments: list[list[float]] = []
+
+    def add(key: int | str, values: Tensor) -> None:
+        sums[key] = sums[key] + values if key in sums else values
+
+    def take_output(index: int, gradient: Tensor) -> None:
+        rows = gradient.detach().flatten(0, -2).float()
+        add(index, rows.T @ rows)
+
+    def take_gradient(weight: Tensor) -> None:
+        layer = layer_of[weight]
+        assert weight.grad is not None
+        add(layer.name, layer.matrix(weight.grad).double().square().sum(-1).cpu())
+        weight.grad = None
 
     def after_block(block: nn.Module, args: tuple, output: Any) -> None:
         state = flat_tensors(output)[0]
         if state.dim() in (2, 3) and torch.is_grad_enabled():
             state.requires_grad_(True)  # nothing before it may ask for gradients
-            state.register_hook(partial(sums.take_output, indices[block]))
+            state.register_hook(partial(take_output, indices[block]))
 
     def after_model(model: nn.Module, args: tuple, output: Any) -> None:
         numbered = under_way.pop()
@@ -158,16 +118,16 @@ def gradients_of(data: CalibrationData, blocks: Sequence[nn.Module], layers: Seq
             losses.sum().backward()
 
     with ExitStack() as hooks:
-        hooks.enter_context(only_these_require_grad(run.model, weights))
+        hooks.enter_context(only_these_require_grad(run.model, layer_of))
         hooks.enter_context(blocks_recomputed(run))
         for block in blocks:
             hooks.enter_context(block.register_forward_hook(after_block))
-        for weight, layer in weights.items():
-            hooks.callback(weight.register_post_accumulate_grad_hook(partial(sums.take_gradient, layer)).remove)
+        for weight in layer_of:
+            hooks.callback(weight.register_post_accumulate_grad_hook(take_gradient).remove)
         hooks.enter_context(run.model.register_forward_hook(after_model))
         hooks.enter_context(torch.enable_grad())
         data.run_model(under_way.append, numbers=numbers)
-    totals = run.processes.sum_by_key("gradients", sums.by_key, run.config.device or torch.device("cpu"))
+    totals = run.processes.sum_by_key("gradients", sums, run.config.device or torch.device("cpu"))
     by_call = [values for by_rank in run.processes.all_gather("the tokens of gradients", moments) for values in by_rank]
     tokens = size_of([sum(column) for column in zip(*by_call)] or [0.0])
     if not tokens:

@@ -167,8 +167,8 @@ def test_auto_says_where_errors_are_plain():
 
 def test_the_backward_pass_holds_one_block(monkeypatch):
     """Blocks run again in it, each when the one behind it is done."""
-    order, real = [], recompute._Onloaded.leave_for
-    monkeypatch.setattr(recompute._Onloaded, "leave_for", lambda self, block: order.append(block) or real(self, block))
+    order = []
+    monkeypatch.setattr(InMemory, "load", lambda self, block: order.append(block))
     model = tiny_llama(num_hidden_layers=4)
     metrics_of(model, token_batches(1))
     blocks = list(model.model.layers)
@@ -178,25 +178,29 @@ def test_the_backward_pass_holds_one_block(monkeypatch):
 class Moving(nn.Linear):
     """Notes where it is to go, and stays."""
 
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.moves = []
+
     def to(self, device):
-        self.moves = [*getattr(self, "moves", []), str(device)]
+        self.moves.append(str(device))
         return self
 
 
-def test_with_device_a_block_stays_there_until_the_next_one_runs():
-    """For its own backward pass."""
-    first, second = Moving(2, 2), Moving(2, 2)
-    config = mts.SparsifyConfig(device="meta")
-    weights = recompute._Onloaded(SimpleNamespace(config=config, storage=InMemory()))
-    weights.leave_for(first)
-    assert first.moves == ["meta"]
-    weights.leave_for(second)
-    assert (first.moves, second.moves) == (["meta", "cpu"], ["meta"])
-    weights.come_back()
-    weights.come_back()
-    assert second.moves == ["meta", "cpu"]
-    recompute._Onloaded(SimpleNamespace(config=mts.SparsifyConfig(), storage=InMemory())).leave_for(first)
-    assert first.moves == ["meta", "cpu"]
+@pytest.mark.parametrize("device", ["meta", None])
+def test_with_device_a_block_stays_there_until_the_next_one_runs(device):
+    """For its own backward pass, in which it runs once more."""
+    model = nn.Sequential(Moving(2, 2), Moving(2, 2))
+    plan, config = SimpleNamespace(blocks=[*model]), mts.SparsifyConfig(device=device)
+    with recompute.blocks_recomputed(SimpleNamespace(model=model, plan=plan, config=config, storage=InMemory())):
+        output = model(torch.ones(1, 2))
+        seen = [[*block.moves] for block in model]
+        output.sum().backward()
+        seen += [[*block.moves] for block in model]
+    seen.append(model[0].moves)
+    there, back = ["meta"], ["meta", "cpu"]
+    expected = [back, there, [*back, "meta"], [*back, *back], [*back, *back]]
+    assert seen == (expected if device else [[]] * 5)
 
 
 def test_the_plan_counts_the_metrics():
