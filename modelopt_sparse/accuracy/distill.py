@@ -86,17 +86,14 @@ class Teacher:
         teacher._check_itself(first[0].values.detach())
         return teacher
 
-    def outputs(self, index: int) -> tuple[Output, Output]:
-        """(dense, sparse) output of call ``index``."""
-        return self._side_by_side(index, self.answers[index])
-
     def divergence(self, index: int) -> list[float]:
         """The sums of how far the sparse output of call ``index`` is from the dense one, see `Output.sums`."""
         dense, sparse = self.outputs(index)
         return dense.sums(sparse)
 
-    def _side_by_side(self, index: int, answer: Tensor) -> tuple[Output, Output]:
-        """(the output that ``answer`` stands for, the model's output in call ``index``)."""
+    def outputs(self, index: int, answer: Tensor | None = None) -> tuple[Output, Output]:
+        """(dense, sparse) output of call ``index``; ``answer``: another one than that of the dense model."""
+        answer = self.answers[index] if answer is None else answer
 
         def beside(module: nn.Module, args: tuple) -> tuple:
             return (torch.cat([answer.to(args[0].device), args[0]]), *args[1:])
@@ -111,7 +108,7 @@ class Teacher:
     def _check_itself(self, predicted: Tensor) -> None:
         """Check that the first call puts out ``predicted`` again beside another answer than its own."""
         try:
-            _, again = self._side_by_side(0, self.answers[0] / 2)
+            _, again = self.outputs(0, self.answers[0] / 2)
             if not _close(again.values.detach(), predicted):
                 raise ValueError("predictions differ")
         except ValueError as error:

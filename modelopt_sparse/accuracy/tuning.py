@@ -102,14 +102,10 @@ class BatchNumbers:
             if number in self.local:
                 pairs = zip(sums, gradients_of(number))
                 sums = [b if a is None else a if b is None else a.add_(b) for a, b in pairs]
-        if self.processes.size == 1:
-            return sums
-        has_gradient = self.processes.all_gather("gradients", [gradient is not None for gradient in sums])
-        for index, flags in enumerate(zip(*has_gradient)):
-            if sums[index] is None and any(flags):
-                sums[index] = torch.zeros_like(weights.members[index].values)
-        self.processes.all_reduce("gradients", [gradient for gradient in sums if gradient is not None])
-        return sums
+        local = {index: gradient for index, gradient in enumerate(sums) if gradient is not None}
+        found = self.processes.sum_by_key("gradients", local, torch.device("cpu"))
+        places = [weight.values.device for weight in weights.members]
+        return [found[index].to(place) if index in found else None for index, place in enumerate(places)]
 
 
 # values that are others during a call ---------------------------------------------------------------------------------
