@@ -103,9 +103,9 @@ class BatchNumbers:
                 pairs = zip(sums, gradients_of(number))
                 sums = [b if a is None else a if b is None else a.add_(b) for a, b in pairs]
         local = {index: gradient for index, gradient in enumerate(sums) if gradient is not None}
-        found = self.processes.sum_by_key("gradients", local, torch.device("cpu"))
+        totals = self.processes.sum_by_key("gradients", local, torch.device("cpu"))
         places = [weight.values.device for weight in weights.members]
-        return [found[index].to(place) if index in found else None for index, place in enumerate(places)]
+        return [totals[index].to(place) if index in totals else None for index, place in enumerate(places)]
 
 
 # values that are others during a call ---------------------------------------------------------------------------------

@@ -225,13 +225,13 @@ def experts_below(stats: "Stats | DeferredStats", minimum: int) -> list[int]:
 class TopUp:
     """What is done about experts that got fewer than ``minimum`` rows. Their counts stay true.
 
-    how: "pool": the rows that are missing are average rows of ``pool``, which are those of all experts. "all_tokens":
+    fallback: "pool": the rows that are missing are average rows of ``pool``, which are those of all experts. "all_tokens":
       they are replaced by the rows of everyone. "weight_only": by ``minimum`` rows of white noise as large as the
       average.
     """
 
     minimum: int
-    how: str
+    fallback: str
     pool: Stats
 
     def fill(self, stats: Stats, everyone: Stats | None = None) -> Stats:
@@ -243,18 +243,18 @@ class TopUp:
 
     def fill_one(self, stats: Stats, everyone: Stats | None = None) -> None:
         """Top up the sums of one matrix, or of one expert, in place."""
-        if self.how == "weight_only":
+        if self.fallback == "weight_only":
             variance = self.minimum / self.pool.tokens * self.pool.square_sums.mean()
             stats.square_sums.copy_(variance)
             if stats.gram is not None:
                 stats.gram.zero_().diagonal(dim1=-2, dim2=-1).copy_(variance)
             return
         scale = (self.minimum - stats.tokens) / self.pool.tokens
-        source = self.pool if self.how == "pool" else everyone
+        source = self.pool if self.fallback == "pool" else everyone
         assert source is not None
         for sums, source_sums in ((stats.square_sums, source.square_sums), (stats.gram, source.gram)):
             if sums is not None and source_sums is not None:
-                sums.copy_(sums + scale * source_sums if self.how == "pool" else source_sums)
+                sums.copy_(sums + scale * source_sums if self.fallback == "pool" else source_sums)
 
 
 @dataclass(frozen=True)
