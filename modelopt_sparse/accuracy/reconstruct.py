@@ -7,7 +7,6 @@ transformer matching of 3BASiL (arXiv 2603.01376).
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -32,34 +31,25 @@ from modelopt_sparse.reports.values import BlockReport
 from modelopt_sparse.run import Run
 
 
-@dataclass(frozen=True)
-class Goals:
-    """What a block is tuned towards: the dense block's ``outputs``, one for each calibration batch of this process.
-    ``metric``: R, errors are those of outputs times R."""
-
-    outputs: list[Tensor]
-    metric: Tensor | None
-
-
-def dense_goals(block: BlockTask, inputs: Inputs, run: Run) -> Goals | None:
-    """What the block puts out while it is dense. None for a block that is not tuned: it has no layers, or cannot be run
-    by itself, as the report says."""
+def dense_goals(block: BlockTask, inputs: Inputs, run: Run) -> list[Tensor] | None:
+    """What the block puts out while it is dense, in each calibration call of this process. None for a block that is not
+    tuned: it has no layers, or cannot be run by itself, as the report says."""
     if not isinstance(inputs, AtBlock) or not inputs.once:
         return None
     outputs = inputs.dense_outputs(wanted=bool(block.layer_plans))
-    return Goals(outputs, inputs.data.metrics.get(inputs.block)) if block.layer_plans else None
+    return outputs if block.layer_plans else None
 
 
 def reconstruct(
     block: BlockTask,
-    goals: Goals,
+    goals: list[Tensor],
     masks: Masks,
     movable: Mapping[nn.Parameter, TrainableMask],
     inputs: Inputs,
     run: Run,
 ) -> None:
-    """Tune a block in place, and report it. ``masks`` are those of the weights pruned in this run (True = kept; None:
-    all of it is tuned); those of ``movable`` move.
+    """Tune a block in place towards its ``goals``, and report it. ``masks`` are those of the weights pruned in this run
+    (True = kept; None: all of it is tuned); those of ``movable`` move.
 
     Never worse on the batches held back, see `tune`; where no epoch is better, all are made again at a quarter of the
     rate. ``requires_grad`` and gradients are as before afterwards.
@@ -68,6 +58,7 @@ def reconstruct(
     assert options is not None
     assert isinstance(options.epochs, int)
     assert isinstance(inputs, AtBlock)
+    metric = inputs.data.metrics.get(inputs.block)  # R, errors are those of outputs times R
     weights = dict(tunable(run.model, inputs.block, masks, vectors=options.norms_and_biases))
     if not weights:
         run.report.notes.append(f"{block.name!r} is not reconstructed: modules outside of it hold all of its weights")
@@ -77,11 +68,11 @@ def reconstruct(
         """The squared norm of the values of real tokens, in the metric."""
         token_mask = token_masks[index]
         real = values if token_mask is None else values[token_mask]
-        return (real if goals.metric is None else real @ goals.metric.to(real.device)).square().sum()
+        return (real if metric is None else real @ metric.to(real.device)).square().sum()
 
     def error(index: int) -> Tensor:
         output = inputs.outputs_of([inputs.block], index)[0]
-        return squared(output.float() - goals.outputs[index].float(), index)
+        return squared(output.float() - goals[index].float(), index)
 
     def loss(index: int) -> Tensor:
         # scaled so that neither its gradients nor those inside of the block leave float16's range
@@ -89,10 +80,10 @@ def reconstruct(
 
     # pruned weights are zeros; to let masks see to it in each call takes a twentieth of a step
     with forward_context(run), without_masks(inputs.block), only_these_require_grad(inputs.block, weights):
-        token_masks = _token_masks(block, inputs, goals.outputs)
+        token_masks = _token_masks(block, inputs, goals)
         batches = BatchNumbers.of_calls(inputs.data, [call.number for call in inputs.calls])
-        energies = [float(squared(goal.float(), index)) for index, goal in enumerate(goals.outputs)]
-        step_energies, sizes = batches.per_step(energies), batches.per_step([goal.numel() for goal in goals.outputs])
+        energies = [float(squared(goal.float(), index)) for index, goal in enumerate(goals)]
+        step_energies, sizes = batches.per_step(energies), batches.per_step([goal.numel() for goal in goals])
         judge = partial(batches.validation_error, lambda index: (float(error(index)), energies[index]))
         before = judge()
         try:
@@ -106,8 +97,8 @@ def reconstruct(
         except BaseException:
             run.report.notes.append(f"{block.name!r}: its reconstruction was broken off; it has the best values so far")
             raise
-    moving, metric = "move" if movable else "frozen", "plain" if goals.metric is None else "fisher"
-    way = f"rate {rate:g}, masks {moving}, {metric} metric"
+    moving, kind = "move" if movable else "frozen", "plain" if metric is None else "fisher"
+    way = f"rate {rate:g}, masks {moving}, {kind} metric"
     report = BlockReport(block.name, before, best, epoch, round(time.perf_counter() - began, 3), notes, way)
     run.report.reconstructed(report, {layer_plan.name for layer_plan in block.layer_plans})
 

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from modelopt_sparse.calibration.data import validation_count
 from modelopt_sparse.calibration.forward import CalibrationData
 from modelopt_sparse.distributed import Processes
-from modelopt_sparse.methods.patterns import NM, Pattern
+from modelopt_sparse.methods.base import Stats
+from modelopt_sparse.methods.patterns import Pattern
 from modelopt_sparse.model.layers import Layer
 from modelopt_sparse.model.masking import SUFFIX, update_mask, write_zeros
 from modelopt_sparse.model.output import relative
@@ -168,9 +169,7 @@ class TrainableMask:
     def of(cls, layer: Layer, pattern: Pattern, square_sums: Tensor) -> "TrainableMask":
         """Prepare a layer that is not yet solved: its dense values are copied, and the mask that the pattern is
         ``within``. A channel that was zero in all data counts as much as the least of the others."""
-        norms = square_sums.float().sqrt()
-        least = norms.masked_fill(norms == 0, torch.inf).amin(-1, keepdim=True)
-        norms = torch.where(norms == 0, least.masked_fill(least.isinf(), 1.0), norms)
+        norms = Stats(0, square_sums.float()).with_dead_channels().square_sums.sqrt()
         if pattern.within is not None:  # the layer's own, which moves
             pattern = replace(pattern, within=pattern.within.clone())
         return cls(layer, pattern, norms.unsqueeze(-2), layer.values.clone())
@@ -180,10 +179,8 @@ class TrainableMask:
         norms, pattern = self.norms.to(values.device), self.pattern
         scores = self.layer.matrix(values).abs() * norms
         scores = scores.masked_fill(~self.layer.matrix(mask), torch.inf)
-        if isinstance(pattern, NM):
-            least = scores.unflatten(-1, (-1, pattern.m)).amin(-1).repeat_interleave(pattern.m, dim=-1)
-        else:
-            least = scores.amin(-1 if pattern.scope == "row" else (-2, -1), keepdim=True).expand_as(scores)
+        scopes = pattern.by_scope(scores)
+        least = scopes.amin(-1, keepdim=True).expand_as(scopes).reshape(scores.shape)
         limit = self.layer.unmatrix(BELOW * least / norms)
         return torch.where(mask, values, self.dense.to(values).clamp(-limit, limit))
 
@@ -257,9 +254,7 @@ class TunedWeight:
         gradient, self.parameter.grad = self.parameter.grad, None
         if gradient is None:
             return None
-        places = self.places()
-        gradient = gradient if places is None else gradient.flatten().index_select(0, places)
-        return gradient.to(self.values.dtype).contiguous()
+        return self.tuned(gradient).to(self.values.dtype).contiguous()
 
     @torch.no_grad()
     def step(self, gradient: Tensor | None, schedule: float, *, moves: bool = False) -> None:
@@ -275,11 +270,10 @@ class TunedWeight:
             self.mask = self.movable.mask(self.values)
         self.write(self.values, self.mask)
 
-    def model_values(self) -> Tensor:
-        """The model's own copy of `values`, in the parameter's dtype."""
-        values = self.parameter.detach()
+    def tuned(self, x: Tensor) -> Tensor:
+        """The entries of a tensor like the parameter that `values` stand for."""
         places = self.places()
-        return values if places is None else values.flatten().index_select(0, places)
+        return x if places is None else x.flatten().index_select(0, places)
 
     def places(self) -> Tensor | None:
         """Where a mask that does not move keeps values, as indices of the flat weight; None: all are tuned."""
@@ -344,7 +338,7 @@ class TunedWeights:
 
     def copy(self) -> Values:
         """Copy what the model holds of the values to the host, with the masks as they are now."""
-        return [(weight.model_values().to("cpu", copy=True), weight.mask) for weight in self.members]
+        return [(weight.tuned(weight.parameter.detach()).to("cpu", copy=True), weight.mask) for weight in self.members]
 
     def write(self, values: Values) -> None:
         for weight, (value, mask) in zip(self.members, values):

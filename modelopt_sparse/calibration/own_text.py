@@ -7,6 +7,7 @@ are joined from two of the user's.
 """
 
 import json
+import math
 import warnings
 from collections import Counter
 from collections.abc import Sequence
@@ -206,30 +207,20 @@ def joined(calls: Sequence[Call], held_back: int, times: int, seed: int) -> list
     made = []
     for number, (source, first) in enumerate(_in_turn(calls, count)):
         place = number % len(calls)
-        rows, others, cuts = alike[lengths[place]], list[tuple[int, int]](), list[float]()
+        rows, joined_rows = alike[lengths[place]], []
         begin = rows.index((place, 0))
-        for row in range(len(tensors[place][0])):
+        for row, parts in enumerate(zip(*tensors[place])):
             random = torch.Generator().manual_seed((seed * 1_000_003 + first + row) % 2**63)
             cut, chance = torch.rand(2, generator=random, dtype=torch.float64).tolist()
-            others.append(rows[(begin + row + 1 + int(chance * (len(rows) - 1))) % len(rows)])  # any but itself
-            cuts.append(cut)
-        ends = [torch.stack(parts) for parts in zip(*([x[row] for x in tensors[call]] for call, row in others))]
-        call = _going_on(source, ends, torch.tensor(cuts).unsqueeze(1))
-        made.append(replace(call, kwargs={**users[place].kwargs, **call.kwargs}))
+            # any row but itself
+            other_call, other_row = rows[(begin + row + 1 + int(chance * (len(rows) - 1))) % len(rows)]
+            ends = [x[other_row] for x in tensors[other_call]]
+            cuts = [math.ceil(cut * len(x)) for x in parts]
+            joined_rows.append([torch.cat([a[:size], b[size:]]) for a, b, size in zip(parts, ends, cuts)])
+        columns = map(torch.stack, zip(*joined_rows))
+        args, kwargs = map_tensors(lambda _, columns=columns: next(columns), (source.args, source.kwargs))
+        made.append(replace(source, args=args, kwargs={**users[place].kwargs, **kwargs}))
     return made
-
-
-def _going_on(call: Call, ends: Sequence[Tensor], cuts: Tensor) -> Call:
-    """The call whose rows go on as those of ``ends``, which has one for each of its tensors; ``cuts`` [rows, 1] are
-    parts of their lengths."""
-    following = iter(ends)
-
-    def join(x: Tensor) -> Tensor:
-        places = torch.arange(x.shape[1], device=x.device)
-        return torch.where(places < (cuts.to(x.device) * x.shape[1]).ceil(), x, next(following))
-
-    args, kwargs = map_tensors(join, (call.args, call.kwargs))
-    return replace(call, args=args, kwargs=kwargs)
 
 
 # batches --------------------------------------------------------------------------------------------------------------
@@ -354,12 +345,10 @@ def calls_from_nothing(model: nn.Module, config: SparsifyConfig, processes: Proc
 def begin_of_text(model: nn.Module) -> Tensor:
     """The token [1] that texts begin with, or the one that ends them where models are trained without the former."""
     configs = [getattr(model, "generation_config", None), text_config_of(model)]
-    for name in ("bos_token_id", "eos_token_id"):
-        for config in configs:
-            token = getattr(config, name, None)
-            if token is not None:
-                return torch.tensor([token[0] if isinstance(token, list) else token])
-    raise ValueError(f"data={SELF!r}: no token is known to begin with: set model.generation_config.bos_token_id")
+    tokens = (getattr(config, name, None) for name in ("bos_token_id", "eos_token_id") for config in configs)
+    if (token := next((token for token in tokens if token is not None), None)) is None:
+        raise ValueError(f"data={SELF!r}: no token is known to begin with: set model.generation_config.bos_token_id")
+    return torch.tensor([token[0] if isinstance(token, list) else token])
 
 
 def why_no_text(calls: Sequence[Call] | None, run: Run) -> str | None:

@@ -225,9 +225,9 @@ def experts_below(stats: "Stats | DeferredStats", minimum: int) -> list[int]:
 class TopUp:
     """What is done about experts that got fewer than ``minimum`` rows. Their counts stay true.
 
-    fallback: "pool": the rows that are missing are average rows of ``pool``, which are those of all experts. "all_tokens":
-      they are replaced by the rows of everyone. "weight_only": by ``minimum`` rows of white noise as large as the
-      average.
+    fallback: the option ``experts``. "pool": the rows that are missing are average rows of ``pool``, which are those of
+      all experts. "all_tokens": all are replaced by the rows of everyone. "weight_only": by ``minimum`` rows of white
+      noise as large as the average.
     """
 
     minimum: int

@@ -7,6 +7,7 @@ Leading dimensions (``...``) are independent matrices: convolution groups, or q,
 import math
 import re
 import reprlib
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
@@ -46,11 +47,45 @@ def keep_largest(score: Tensor, count: int | Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Within:
-    """``within``: the mask ``[..., R, C]`` that the weight carries already (bool, True = kept). A mask of the pattern
-    never keeps what it prunes, and counts its zeros. None: the weight carries no mask."""
+class _Pattern(ABC):
+    """What all patterns have: they count zeros in scopes, which are groups of m weights, rows or matrices.
+
+    within: the mask ``[..., R, C]`` that the weight carries already (bool, True = kept). A mask of the pattern never
+      keeps what it prunes, and counts its zeros. None: the weight carries no mask.
+    """
 
     within: Tensor | None = field(default=None, compare=False, repr=False)
+
+    @abstractmethod
+    def by_scope(self, matrix: Tensor) -> Tensor:
+        """Reshape ``[..., R, C]`` so that the last dimension holds one scope."""
+
+    @abstractmethod
+    def zeros_in_scope(self, size: int) -> int:
+        """How many zeros the pattern asks of a scope of so many weights."""
+
+    def zeros_in(self, shape: Sequence[int]) -> int:
+        """How many zeros the pattern asks of a weight of this shape, ``[..., R, C]``."""
+        *scopes, size = self.by_scope(torch.empty(shape, device="meta")).shape
+        return math.prod(scopes) * self.zeros_in_scope(size)
+
+    def count_kept_wrong(self, mask: Tensor) -> int:
+        """Scopes of a mask ``[..., R, C]`` whose number of zeros is neither the exact one nor, if that is more, the one
+        that they have ``within`` their mask."""
+        zeros, wanted = self._zeros(mask)
+        if self.within is not None:
+            wanted = self._zeros(self.within)[0].clamp_min(wanted)
+        return int((zeros != wanted).sum())
+
+    def count_nonzero_wrong(self, weight: Tensor) -> int:
+        """Scopes of a weight ``[..., R, C]`` with fewer zeros than the pattern asks for."""
+        zeros, wanted = self._zeros(weight)
+        return int((zeros < wanted).sum())
+
+    def _zeros(self, matrix: Tensor) -> tuple[Tensor, int]:
+        """(the zeros of each scope, how many the pattern asks for)."""
+        scopes = self.by_scope(matrix)
+        return (scopes == 0).sum(-1, dtype=torch.int32), self.zeros_in_scope(scopes.shape[-1])
 
     def allowed(self, score: Tensor) -> Tensor:
         """The score with -inf at the places that have to stay pruned."""
@@ -69,7 +104,7 @@ class _Within:
 
 
 @dataclass(frozen=True)
-class NM(_Within):
+class NM(_Pattern):
     """N:M sparsity: n kept of every m consecutive weights along the input dimension.
 
     Raises ValueError unless 0 < n <= m.
@@ -99,6 +134,12 @@ class NM(_Within):
             return None
         return f"{columns} input channels are not a multiple of {self.m}, so {self} does not fit"
 
+    def by_scope(self, matrix: Tensor) -> Tensor:
+        return matrix.unflatten(-1, (-1, self.m))
+
+    def zeros_in_scope(self, size: int) -> int:
+        return size - self.n
+
     def mask(self, score: Tensor) -> Tensor:
         """Score ``[..., R, C]`` (larger = keep) -> bool mask (True = kept), exactly n of every m columns.
 
@@ -123,24 +164,9 @@ class NM(_Within):
             winners_MG[:-apart].sub_(first_wins)
         return self._and_within((winners_MG < self.n).movedim(0, -1).flatten(-2))
 
-    def zeros_in(self, shape: Sequence[int]) -> int:
-        """How many zeros the pattern asks of a weight of this shape, ``[..., R, C]``."""
-        return math.prod(shape) // self.m * (self.m - self.n)
-
-    def count_kept_wrong(self, mask: Tensor) -> int:
-        """Groups of a mask ``[..., R, C]`` that do not keep exactly n, or all that ``within`` leaves them if less."""
-        wanted: int | Tensor = self.n
-        if self.within is not None:
-            wanted = self.within.unflatten(-1, (-1, self.m)).sum(-1, dtype=torch.int16).clamp_max(self.n)
-        return int((mask.unflatten(-1, (-1, self.m)).sum(-1, dtype=torch.int16) != wanted).sum())
-
-    def count_nonzero_wrong(self, weight: Tensor) -> int:
-        """Groups of a weight ``[..., R, C]`` with more than n nonzeros."""
-        return int(((weight != 0).unflatten(-1, (-1, self.m)).sum(-1, dtype=torch.int16) > self.n).sum())
-
 
 @dataclass(frozen=True)
-class Unstructured(_Within):
+class Unstructured(_Pattern):
     """Unstructured sparsity: zeros at any positions.
 
     sparsity: the pruned fraction, in [0, 1).
@@ -168,6 +194,12 @@ class Unstructured(_Within):
         """The pattern with ``scope`` filled in where the user left it open."""
         return self if self.scope else replace(self, scope=scope)
 
+    def by_scope(self, matrix: Tensor) -> Tensor:
+        return matrix if self.scope == "row" else matrix.flatten(-2)
+
+    def zeros_in_scope(self, size: int) -> int:
+        return count_zeros(self.sparsity, size)
+
     def misfit(self, columns: int) -> str | None:
         """None: any number of columns can take the pattern."""
         return None
@@ -175,8 +207,8 @@ class Unstructured(_Within):
     def mask(self, score: Tensor) -> Tensor:
         """Score ``[..., R, C]`` (larger = keep) -> bool mask (True = kept) with the exact count per scope; a scope that
         has more zeros already, ``within`` its mask, keeps what it has."""
-        flat = self._by_scope(self.allowed(score))
-        count = flat.shape[-1] - count_zeros(self.sparsity, flat.shape[-1])
+        flat = self.by_scope(self.allowed(score))
+        count = flat.shape[-1] - self.zeros_in_scope(flat.shape[-1])
         return self._and_within(keep_largest(flat, count).view(score.shape))
 
     def even_zeros_before(self, column: int, rows: int) -> int | Tensor:
@@ -189,39 +221,15 @@ class Unstructured(_Within):
         per_column = 1 if self.scope == "row" else rows
         if self.within is None:
             return count_zeros(self.sparsity, per_column * column)
-        live = self._by_scope(self.within).sum(-1, keepdim=True)
-        live_there = self._by_scope(self.within[..., :column]).sum(-1, keepdim=True)
+        live = self.by_scope(self.within).sum(-1, keepdim=True)
+        live_there = self.by_scope(self.within[..., :column]).sum(-1, keepdim=True)
         size = per_column * self.within.shape[-1]
         new = (count_zeros(self.sparsity, size) - (size - live)).clamp_min(0)
         return per_column * column - live_there + new * live_there // live.clamp_min(1)
 
-    def zeros_in(self, shape: Sequence[int]) -> int:
-        """How many zeros the pattern asks of a weight of this shape, ``[..., R, C]``."""
-        *_, rows, columns = shape
-        size = columns if self.scope == "row" else rows * columns
-        return math.prod(shape) // size * count_zeros(self.sparsity, size)
-
-    def count_kept_wrong(self, mask: Tensor) -> int:
-        """Scopes (rows or matrices) of a mask whose number of zeros is neither the exact one nor, if that is more, the
-        one that they have ``within`` their mask."""
-        zeros = (~self._by_scope(mask)).sum(-1)
-        wanted: int | Tensor = count_zeros(self.sparsity, self._by_scope(mask).shape[-1])
-        if self.within is not None:
-            wanted = (~self._by_scope(self.within)).sum(-1).clamp_min(wanted)
-        return int((zeros != wanted).sum())
-
-    def count_nonzero_wrong(self, weight: Tensor) -> int:
-        """Scopes of a weight with fewer zeros than the pattern asks for."""
-        flat = self._by_scope(weight)
-        return int(((flat == 0).sum(-1) < count_zeros(self.sparsity, flat.shape[-1])).sum())
-
-    def _by_scope(self, matrix: Tensor) -> Tensor:
-        """Reshape ``[..., R, C]`` so that the last dimension holds one scope."""
-        return matrix if self.scope == "row" else matrix.flatten(-2)
-
 
 Pattern = NM | Unstructured
-AnyPattern = TypeVar("AnyPattern", bound=_Within)
+AnyPattern = TypeVar("AnyPattern", bound=_Pattern)
 
 
 def sub_pattern(pattern: AnyPattern, rows: slice, columns: slice = slice(None)) -> AnyPattern:
@@ -252,7 +260,7 @@ def parse_pattern(value: object) -> Pattern:
 def level_of(mask: Tensor, scope: str) -> Unstructured:
     """The unstructured pattern that a mask ``[..., R, C]`` keeps in every "row" or "matrix", its sparsity in as few
     digits as give its zeros."""
-    scopes = mask if scope == "row" else mask.flatten(-2)
+    scopes = Unstructured(0.0, scope).by_scope(mask)
     size, fewest = scopes.shape[-1], int((~scopes).sum(-1).min())
     exact = min(fewest / size, 1 - 2**-40)
     rounded = (round(exact, digits) for digits in range(2, 12))

@@ -115,7 +115,7 @@ def _choose_block(score: Tensor, pattern: Unstructured, start: int) -> Tensor:
     *_, rows, block = score.shape
     zeros = pattern.even_zeros_before(start + block, rows) - pattern.even_zeros_before(start, rows)
     score = sub_pattern(pattern, slice(None), slice(start, start + block)).allowed(score)
-    flat = score if pattern.scope == "row" else score.flatten(-2)
+    flat = pattern.by_scope(score)
     return keep_largest(flat, flat.shape[-1] - zeros).view(score.shape)
 
 

@@ -273,7 +273,7 @@ def _repair(cutting: Cutting, data: CalibrationData) -> None:
                     changed |= goes or task.name in cutting.choices
                     if write_sparse is not None:  # by a run that was stopped
                         write_sparse()
-                    elif tuned and changed and not goes:
+                    elif tuned is not None and changed and not goes:
                         masks = dict.fromkeys(layer_plan.layer.parameter for layer_plan in task.layer_plans)
                         reconstruct(task, tuned, masks, {}, inputs, run)
                     inputs.advance()

@@ -3,6 +3,7 @@
 import copy
 import itertools
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -19,18 +20,13 @@ from modelopt_sparse.distributed import Processes
 from modelopt_sparse.reports.report import Report
 from modelopt_sparse.run import InMemory, calibrating
 from tests import helpers
+from tests.accuracy.tuned import BATCHES, tuned_model
 from tests.helpers import assert_same_state, in_steps, refused, state_of, tiny_llama, token_batches
 from tests.interruptions import interrupted
 from tests.models.tiny import TwoOutputs, tiny_gpt2, tiny_mixtral, tiny_t5
 
 pytestmark = pytest.mark.core
-BATCHES = 9  # of two rows: 14 steps to tune on, 4 held back
-
-
-def sparsified(model=None, method="wanda", **options):
-    model = tiny_llama() if model is None else model
-    data = options.pop("data_loader", None) or token_batches(BATCHES)
-    return mts.sparsify(model, method, data_loader=data, **{"distill": 2, "progress": False, **options})
+sparsified = partial(tuned_model, distill=2)
 
 
 def mean_kl(dense, sparse):
@@ -162,19 +158,6 @@ def test_the_values_of_the_best_epoch_are_kept(judged, best):
     assert found[:2] == ([1.0, *judged][best], best)
     assert torch.equal(parameter, at_the_end[best])
     assert not any(torch.equal(a, b) for a, b in itertools.pairwise(at_the_end))
-
-
-def test_padding_does_not_count():
-    ids, mask = token_batches(BATCHES), (torch.arange(16) < 11).long().expand(2, -1)
-    batches = [{"input_ids": each, "attention_mask": mask} for each in ids]
-    others = [{"input_ids": torch.where(mask.bool(), each, 3), "attention_mask": mask} for each in ids]
-    model, other = sparsified(data_loader=batches), sparsified(data_loader=others)
-    torch.testing.assert_close([*model.parameters()], [*other.parameters()], rtol=1e-3, atol=1e-5)
-    rows = torch.cat(helpers.judging_outputs(in_steps(ids)))
-    held_back = {"input_ids": rows, "attention_mask": mask[:1].expand_as(rows)}
-    real = held_back["attention_mask"].flatten().bool()
-    kl = mean_kl(*(logits_of(each, **held_back)[real] for each in (tiny_llama(), model)))
-    assert mts.report(model).distillation.kl_after == pytest.approx(float(kl), rel=1e-4)
 
 
 def test_labels_are_the_models_own_affair_and_a_rerun_has_the_same_bits():

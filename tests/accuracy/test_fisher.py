@@ -1,5 +1,6 @@
 """The Fisher metric against gradients written out token by token, and what it changes in reconstruction."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -12,17 +13,13 @@ from modelopt_sparse.accuracy.fisher import PLAIN, metric, with_metrics
 from modelopt_sparse.plan.options import Reconstruct
 from modelopt_sparse.run import InMemory, calibrating
 from tests import helpers
+from tests.accuracy.tuned import BATCHES, tuned_model
 from tests.helpers import Snapshot, assert_same_state, in_steps, refused, state_of, tiny_llama, token_batches
-from tests.oracles import reference
 
-BATCHES = 5
 FISHER = {"epochs": 2, "metric": "fisher"}
 
 
-def sparsified(model=None, **options):
-    data = options.pop("data_loader", None) or token_batches(BATCHES)
-    model = tiny_llama() if model is None else model
-    return mts.sparsify(model, "wanda", data_loader=data, **{"reconstruct": FISHER, "progress": False, **options})
+sparsified = partial(tuned_model, reconstruct=FISHER)
 
 
 def data_of(model, batches, **options):
@@ -46,32 +43,6 @@ def outputs_of_blocks(model, **inputs):
     for hook in hooks:
         hook.remove()
     return logits, outputs
-
-
-def test_metrics_by_gradients_of_each_label():
-    """Labels are drawn once more as the code draws them; each gradient is asked of autograd by itself."""
-    model, batches = tiny_llama().eval(), token_batches(2)
-    metrics = metrics_of(model, batches)
-    sums = [torch.zeros(32, 32) for _ in model.model.layers]
-    for number, ids in enumerate(in_steps(batches)):
-        logits, outputs = outputs_of_blocks(model, input_ids=ids)
-        for total, gradient in zip(sums, torch.autograd.grad(reference.drawn_loss(logits, number), outputs)):
-            for row in gradient.flatten(0, 1):
-                total += torch.outer(row, row)
-    for block, total in zip(model.model.layers, sums):
-        fisher = (1 - PLAIN) * total.double() / total.double().trace() * 32 + PLAIN * torch.eye(32, dtype=torch.float64)
-        ours = metrics[block].double()
-        torch.testing.assert_close(ours @ ours, fisher, rtol=1e-3, atol=1e-4)
-        torch.testing.assert_close(ours, ours.T)
-
-
-def test_padding_has_no_labels():
-    model, ids = tiny_llama().eval(), token_batches(1)[0]
-    mask = torch.ones_like(ids)
-    mask[:, -4:] = 0
-    other = torch.where(mask.bool(), ids, (ids + 1) % 97)
-    one, two = (metrics_of(model, [{"input_ids": each, "attention_mask": mask}]) for each in (ids, other))
-    torch.testing.assert_close(one, two)
 
 
 def test_only_the_first_rows_of_the_users_data_are_looked_at():

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -13,17 +14,14 @@ from modelopt_sparse.accuracy.tuning import BELOW, DECAY, MOVING, TrainableMask,
 from modelopt_sparse.model.find import find_layers
 from modelopt_sparse.model.masking import SparseModule
 from tests import helpers
-from tests.helpers import assert_same_masks, assert_same_state, in_steps, refused, state_of, tiny_llama, token_batches
+from tests.accuracy.tuned import BATCHES, tuned_model
+from tests.helpers import assert_same_masks, assert_same_state, in_steps, refused, state_of, tiny_llama
 from tests.interruptions import interrupted
 
-BATCHES = 9
 MOVE = {"epochs": 3, "masks": "move"}
 
 
-def sparsified(model=None, method="wanda", **options):
-    data = options.pop("data_loader", None) or token_batches(BATCHES)
-    model = tiny_llama() if model is None else model
-    return mts.sparsify(model, method, data_loader=data, **{"reconstruct": MOVE, "progress": False, **options})
+sparsified = partial(tuned_model, reconstruct=MOVE)
 
 
 # a weight by itself -------------------------------------------------------------------------------------------------
@@ -175,10 +173,6 @@ def test_masks_move_and_hold_their_pattern(pattern, enforce):
 def test_a_method_that_looks_at_no_inputs_keeps_its_masks():
     model, frozen = sparsified(method="magnitude"), sparsified(method="magnitude", reconstruct=3)
     assert_same_state(model, state_of(frozen))
-
-
-def test_a_rerun_has_the_same_bits():
-    assert_same_state(sparsified(), state_of(sparsified()))
 
 
 @pytest.mark.parametrize(("own_text", "masks"), [(0, "frozen"), (12, "move")])

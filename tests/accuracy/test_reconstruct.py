@@ -2,7 +2,7 @@
 
 import math
 from contextlib import nullcontext
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
@@ -12,19 +12,16 @@ from transformers.pytorch_utils import Conv1D
 import modelopt_sparse as mts
 from modelopt_sparse.accuracy.tuning import TunedWeights, learning_rates
 from modelopt_sparse.plan.options import Distill, Reconstruct
+from tests.accuracy.tuned import BATCHES, tuned_model
 from tests.helpers import assert_same_state, in_steps, refused, state_of, tiny_llama, token_batches
 from tests.models.architectures import ARCHITECTURES
 from tests.models.stacked import Block, Stacked, vectors
 from tests.oracles.layer_problem import exact_refit, objective
 
-BATCHES = 9  # of two rows: 17 steps to tune on, one held back
 BLOCKS = ["model.layers.0", "model.layers.1"]
 
 
-def sparsified(method: str = "wanda", model: nn.Module | None = None, **options) -> nn.Module:
-    model = tiny_llama() if model is None else model
-    data = options.pop("data_loader", None) or token_batches(BATCHES)
-    return mts.sparsify(model, method, data_loader=data, **{"reconstruct": 3, "progress": False, **options})
+sparsified = partial(tuned_model, reconstruct=3)
 
 
 @cache
@@ -50,7 +47,7 @@ def relative(a: Tensor, b: Tensor) -> float:
 def changed_by_it(model: nn.Module, **options) -> set[str]:
     """The names of the parameters that a run changes."""
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    sparsified(model=model, **options)
+    sparsified(model, **options)
     return {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
 
 
@@ -91,7 +88,7 @@ def test_errors_are_those_of_the_whole_model_on_the_batch_held_back():
 
 @pytest.mark.parametrize("method", ["magnitude", "wanda", "sparsegpt", "alps"])
 def test_no_block_gets_worse_and_most_get_better(method):
-    report = mts.report(sparsified(method, data_loader=token_batches(16), reconstruct=4))
+    report = mts.report(sparsified(None, method, data_loader=token_batches(16), reconstruct=4))
     assert all(block.error_after <= block.error_before for block in report.blocks)
     assert all((block.error_after < block.error_before) == (block.epoch > 0) for block in report.blocks)
     assert sum(block.epoch > 0 for block in report.blocks) >= len(report.blocks) / 2
@@ -154,8 +151,7 @@ def looped(model: nn.Module) -> None:
 # "cpu:0" is another device to torch, so everything goes there and comes back
 @pytest.mark.parametrize("options", [{"data_loader": None, "forward_loop": looped}, {"device": "cpu:0"}])
 def test_a_loop_in_inference_mode_and_another_device_give_the_same_bits(options):
-    data = {"data_loader": token_batches(BATCHES), "reconstruct": 3, "progress": False}
-    model = mts.sparsify(tiny_llama(), "wanda", **{**data, **options})
+    model = sparsified(**options)
     assert {str(p.device) for p in model.parameters()} == {"cpu"}
     assert_same_state(model, expected())
 
@@ -168,7 +164,7 @@ BETTER += [(torch.float32, 3, "stage")]
 @pytest.mark.parametrize(("dtype", "tuning", "sequential"), BETTER, ids=str)
 def test_half_precision_keeps_its_dtype_and_stages_get_better_as_well(dtype, tuning, sequential):
     """At 1/400 of a weight's size one step is lost in bfloat16's 8 bits; the optimizer's own values keep it."""
-    model = sparsified(model=tiny_llama().to(dtype), reconstruct=tuning, sequential=sequential)
+    model = sparsified(tiny_llama().to(dtype), reconstruct=tuning, sequential=sequential)
     assert {parameter.dtype for parameter in model.parameters()} == {dtype}
     assert [block.name for block in mts.report(model).blocks] == BLOCKS
     assert all(block.error_after < block.error_before for block in mts.report(model).blocks)
@@ -204,7 +200,7 @@ def test_every_architecture(name):
     architecture = ARCHITECTURES[name]
     model, says = architecture.build(), "its blocks are not reconstructed"
     with pytest.warns(UserWarning, match=says) if architecture.repeats else nullcontext():
-        sparsified(model=model, data_loader=architecture.batches("left"), reconstruct=2)
+        sparsified(model, data_loader=architecture.batches("left"), reconstruct=2)
     report = mts.report(model)
     names = [] if architecture.repeats else [name or type(model).__name__ for name in architecture.block_names(model)]
     assert sorted(block.name for block in report.blocks) == sorted(names)
@@ -243,7 +239,7 @@ def test_weights_stored_the_other_way_round_are_tuned_the_same():
         ours.load_state_dict({"weight": theirs.weight.mT.contiguous(), "bias": theirs.bias})
     batches = list(torch.randn(4, 16, 8))
     for layers in (convolutions, linears):
-        sparsified("magnitude", Stacked(*layers), reconstruct=2, data_loader=batches)
+        sparsified(Stacked(*layers), "magnitude", reconstruct=2, data_loader=batches)
     for ours, theirs in zip(linears, convolutions):
         torch.testing.assert_close(ours.weight, theirs.weight.mT, rtol=1e-4, atol=1e-6)
 
@@ -257,7 +253,7 @@ def test_parameters_gradients_and_flags_are_as_before():
     loss = model(token_batches()[0]).logits.sum()
     loss.backward()
     before = {name: (p, p.requires_grad, p.grad) for name, p in model.named_parameters()}
-    sparsified(model=model)
+    sparsified(model)
     assert not frozen.requires_grad
     for name, parameter in model.named_parameters():
         assert parameter is before[name][0]
@@ -304,7 +300,7 @@ def test_an_interruption_leaves_a_whole_model_and_says_where():
     model, calls = tiny_llama(), []
     model.model.layers[1].mlp.act_fn = nn.Sequential(nn.SiLU(), Interrupted())
     with pytest.raises(KeyboardInterrupt):
-        sparsified(model=model)
+        sparsified(model)
     report = mts.report(model)
     assert [block.name for block in report.blocks] == BLOCKS[:1]
     assert any("'model.layers.1': its reconstruction was broken off" in note for note in report.notes)
@@ -317,7 +313,7 @@ def test_an_interruption_leaves_a_whole_model_and_says_where():
 
 
 def test_the_report_survives_a_folder(tmp_path):
-    model = sparsified("sparsegpt", polish=True)
+    model = sparsified(None, "sparsegpt", polish=True)
     before = mts.report(model)
     assert {layer.recipe for layer in before.layers} == {"sparsegpt+polish+reconstruct"}
     mts.save(model, tmp_path / "sparse")
@@ -333,7 +329,7 @@ def test_the_report_survives_a_folder(tmp_path):
 def test_a_second_run_keeps_what_the_first_one_reported():
     model = sparsified(include="model.layers.0.*")
     (first,) = mts.report(model).blocks
-    sparsified(model=model, include="model.layers.1.*")
+    sparsified(model, include="model.layers.1.*")
     blocks = mts.report(model).blocks
     assert [block.name for block in blocks] == BLOCKS
     assert blocks[0] == first
@@ -413,7 +409,7 @@ def test_modes_of_the_caller_change_no_bit(mode, made_inside):
     """Data that is made in inference mode is as good as any other."""
     model, data = tiny_llama(), token_batches(BATCHES)
     with mode():
-        sparsified(model=model, data_loader=[x.clone() for x in data] if made_inside else data)
+        sparsified(model, data_loader=[x.clone() for x in data] if made_inside else data)
     assert_same_state(model, expected())
 
 
@@ -421,6 +417,6 @@ def test_a_model_made_in_inference_mode_is_pruned_and_not_tuned():
     with torch.inference_mode():
         model = tiny_llama()
         with pytest.raises(ValueError, match=r"need gradients: .* make the model outside of torch.inference_mode"):
-            sparsified(model=model)
+            sparsified(model)
         mts.sparsify(model, "wanda", data_loader=token_batches(2), progress=False)
     mts.verify(model)

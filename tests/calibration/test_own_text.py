@@ -67,10 +67,11 @@ def rewritten_slowly(model, ids, mask, types, pool, number, seed):
     return text
 
 
-def windows_of(model, rows, count, length, seed, processes=None):
-    prompts = own_text.Prompts.cuts(rows, length)
-    written = own_text.write_windows(model, prompts, count, length, seed, processes or Processes())
-    assert {len(row) for row in written} == {length}
+@torch.no_grad()
+def windows_of(model, count, seed):
+    prompts = own_text.Prompts.cuts(ROWS, LENGTH)
+    written = own_text.write_windows(model, prompts, count, LENGTH, seed, Processes())
+    assert {len(row) for row in written} == {LENGTH}
     return torch.stack(written)
 
 
@@ -93,8 +94,7 @@ def test_windows_are_what_the_model_says_token_by_token(build, batch, monkeypatc
     """Each depends on its number and the seed alone."""
     monkeypatch.setattr(own_text, "BATCH", batch)
     model = build().eval()
-    with torch.no_grad():
-        windows = windows_of(model, ROWS, 5, LENGTH, seed=3).tolist()
+    windows = windows_of(model, 5, seed=3).tolist()
     assert windows == [written_slowly(model, ROWS, i, LENGTH, 3) for i in range(5)]
     assert len({*map(tuple, windows)}) == 5
 
@@ -225,37 +225,13 @@ def test_draws_follow_the_distribution():
     assert edge.tolist() == [0, 3], "a token without probability is never drawn"
 
 
-class Ranks(Processes):
-    """One of two processes, in a test: what it gathers is collected by hand."""
-
-    def __init__(self, rank, others=()):
-        super().__init__(rank, 2)
-        self.others, self.own = others, None
-
-    def all_gather(self, what, value=None):
-        self.own = value
-        return sorted([value, *self.others], key=lambda batches: min(batches))
-
-
-def test_any_number_of_processes_writes_the_same_text(monkeypatch):
-    monkeypatch.setattr(own_text, "BATCH", 2)
-    model = tiny_llama().eval()
-    alone = windows_of(model, ROWS, 7, LENGTH, seed=1)
-    second = Ranks(1)
-    windows_of(model, ROWS, 7, LENGTH, 1, second)
-    assert set(second.own) == {1, 3}
-    first = Ranks(0, [second.own])
-    assert torch.equal(windows_of(model, ROWS, 7, LENGTH, 1, first), alone)
-    assert set(first.own) == {0, 2}
-
-
 def test_with_a_kv_cache_each_token_is_run_once():
     """Whatever transformers calls the cache."""
     model, widths = tiny_llama().eval(), []
     with model.register_forward_pre_hook(
         lambda module, args, kwargs: widths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
     ):
-        windows_of(model, ROWS, 1, LENGTH, seed=0)
+        windows_of(model, 1, seed=0)
     first, *others = widths
     assert set(others) == {1}
     assert first + len(others) == LENGTH - 1  # the last token that is written is run by nobody

@@ -9,19 +9,9 @@ from torch import Tensor
 from modelopt_sparse.methods import METHODS, alps
 from modelopt_sparse.methods.base import relative_error
 from modelopt_sparse.methods.patterns import Pattern, parse_pattern
-from tests.oracles.layer_problem import damped, exact_refit, objective, problem, solved
+from tests.oracles.layer_problem import damped, exact_refit, problem, solved
 
 PATTERNS = ["2:4", "4:8", "50%", "70%"]
-
-
-@pytest.mark.parametrize("pattern", PATTERNS)
-@pytest.mark.parametrize("seed", range(3))
-def test_values_are_within_two_percent_of_the_optimum_on_their_support(pattern, seed):
-    weight, stats = problem(seed)
-    solution = solved("alps", weight, stats, pattern)
-    gram = damped(stats)
-    best = objective(weight, exact_refit(weight, solution.mask, gram), gram).sum()
-    assert objective(weight, solution.weight, gram).sum() <= 1.02 * best
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)

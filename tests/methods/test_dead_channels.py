@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from modelopt_sparse.methods import METHODS
-from modelopt_sparse.methods.alps import Scaled, polish
 from modelopt_sparse.methods.base import Method, Solution, masked_solution
 from modelopt_sparse.methods.patterns import NM, parse_pattern
 from tests.helpers import correlated_inputs
@@ -137,13 +136,3 @@ def test_a_method_of_ones_own_that_only_solves_gets_them_too():
     method = Norms()
     solution = method.solve(weight, method.prepare(stats_of(inputs), {}), NM(2, 4), {})
     assert torch.equal(solution.mask, solved("wanda", weight, stats_of(inputs), "2:4").mask)
-
-
-def test_polish_leaves_weights_of_dead_channels_dense_and_improves_the_others():
-    weight, inputs = problem(DEAD)
-    stats = stats_of(inputs)
-    solution = solved("wanda", weight, stats, "2:4")
-    polished = polish(weight, solution, Scaled.of(stats, 0.01), 20)
-    assert polished.error < 0.9 * solution.error
-    assert not torch.equal(polished.weight, solution.weight)
-    assert torch.equal(polished.weight[:, DEAD], solution.weight[:, DEAD])

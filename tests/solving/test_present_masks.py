@@ -216,13 +216,6 @@ def test_rows_at_a_time():
     assert "rows at a time" in mts.report(pieces).layers[0].notes[0]
 
 
-def test_permutation_leaves_layers_with_masks_in_their_order():
-    model = mts.sparsify(tiny_llama(), "magnitude", pattern="40%")
-    before = masks_of(model)
-    mts.sparsify(model, "wanda", pattern="2:4", permute=True, **DATA)
-    assert_within(model, before)
-
-
 def test_masks_of_the_users_own_lie_within():
     model = mts.sparsify(tiny_llama(), "magnitude", pattern="2:4", include=LAYER)
     name = f"{LAYER}.weight"

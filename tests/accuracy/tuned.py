@@ -1,0 +1,16 @@
+"""The run that the tests of tuning look at."""
+
+from typing import Any
+
+from torch import nn
+
+import modelopt_sparse as mts
+from tests.helpers import tiny_llama, token_batches
+
+BATCHES = 9  # of two rows: 17 steps to tune blocks on and one held back, or 14 and 4 for the whole model
+
+
+def tuned_model(model: nn.Module | None = None, method: str | None = "wanda", **options: Any) -> nn.Module:
+    """A model, if none is given a small Llama, made sparse in place."""
+    options = {"data_loader": token_batches(BATCHES), "progress": False, **options}
+    return mts.sparsify(tiny_llama() if model is None else model, method, **options)
