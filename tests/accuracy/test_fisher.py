@@ -13,7 +13,7 @@ from modelopt_sparse.accuracy.fisher import PLAIN, metric, with_metrics
 from modelopt_sparse.plan.options import Reconstruct
 from modelopt_sparse.run import InMemory, calibrating
 from tests import helpers
-from tests.accuracy.tuned import BATCHES, tuned_model
+from tests.accuracy.tuned import BATCHES, outputs, relative, tuned_model
 from tests.helpers import Snapshot, assert_same_state, in_steps, refused, state_of, tiny_llama, token_batches
 
 FISHER = {"epochs": 2, "metric": "fisher"}
@@ -29,20 +29,6 @@ def data_of(model, batches, **options):
 def metrics_of(model, batches):
     with calibrating(model):
         return with_metrics(data_of(model, batches)).metrics
-
-
-def outputs_of_blocks(model, **inputs):
-    """Logits, and the output of each block, in one graph."""
-    outputs = []
-
-    def keep(block, args, output):
-        outputs.append(output[0] if isinstance(output, tuple) else output)
-
-    hooks = [layer.register_forward_hook(keep) for layer in model.model.layers]
-    logits = model(**inputs).logits
-    for hook in hooks:
-        hook.remove()
-    return logits, outputs
 
 
 def test_only_the_first_rows_of_the_users_data_are_looked_at():
@@ -73,13 +59,11 @@ def test_errors_are_measured_in_the_metric():
     """Of the first block, before and after, by plain hooks on the finished model and on one without reconstruction."""
     model, dense, plain = sparsified(), tiny_llama().eval(), sparsified(reconstruct=None)
     root = metrics_of(dense, token_batches(BATCHES))[dense.model.layers[0]]
-    held_back = {"input_ids": in_steps(token_batches(BATCHES))[-1]}
-    with torch.no_grad():
-        goal, before, after = (outputs_of_blocks(each.eval(), **held_back)[1][0] for each in (dense, plain, model))
+    held_back = in_steps(token_batches(BATCHES))[-1]
+    goal, before, after = (outputs(each, held_back, "model.layers.0") for each in (dense, plain, model))
     block = mts.report(model).blocks[0]
     for error, output in ((block.error_before, before), (block.error_after, after)):
-        wanted = ((output - goal) @ root).square().sum() / (goal @ root).square().sum()
-        assert error == pytest.approx(float(wanted), rel=1e-4)
+        assert error == pytest.approx(relative(output @ root, goal @ root), rel=1e-4)
     assert block.error_after < block.error_before
     plainly = mts.report(sparsified(reconstruct=2)).blocks[0]
     assert plainly.error_before != pytest.approx(block.error_before, rel=1e-3)

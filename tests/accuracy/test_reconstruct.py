@@ -12,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 import modelopt_sparse as mts
 from modelopt_sparse.accuracy.tuning import TunedWeights, learning_rates
 from modelopt_sparse.plan.options import Distill, Reconstruct
-from tests.accuracy.tuned import BATCHES, tuned_model
+from tests.accuracy.tuned import BATCHES, outputs, relative, tuned_model
 from tests.helpers import assert_same_state, in_steps, refused, state_of, tiny_llama, token_batches
 from tests.models.architectures import ARCHITECTURES
 from tests.models.stacked import Block, Stacked, vectors
@@ -28,20 +28,6 @@ sparsified = partial(tuned_model, reconstruct=3)
 def expected() -> dict[str, tuple[type, Tensor]]:
     """The state of the model that the plain call makes."""
     return state_of(sparsified())
-
-
-@torch.no_grad()
-def outputs(model: nn.Module, batch: Tensor, module: str) -> Tensor:
-    """What a module of the model puts out when the whole model runs."""
-    found = []
-    hook = model.get_submodule(module).register_forward_hook(lambda m, a, output: found.append(output))
-    model(batch)
-    hook.remove()
-    return found[0][0] if isinstance(found[0], tuple) else found[0]
-
-
-def relative(a: Tensor, b: Tensor) -> float:
-    return float((a - b).square().sum() / b.square().sum())
 
 
 def changed_by_it(model: nn.Module, **options) -> set[str]:

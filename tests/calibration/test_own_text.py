@@ -9,12 +9,11 @@ import transformers as hf
 from torch import nn
 
 import modelopt_sparse as mts
-from modelopt_sparse.accuracy import reconstruct as reconstruction
 from modelopt_sparse.calibration import own_text
 from modelopt_sparse.calibration.data import Call, load_calls, tokens_of
 from modelopt_sparse.calibration.own_text import drawn, joined, own_calls
 from modelopt_sparse.distributed import Processes
-from modelopt_sparse.solving import solve
+from tests.accuracy.tuned import outputs, relative
 from tests.helpers import TESTBED, Snapshot, assert_same_state, in_steps, refused, state_of, tiny_llama, token_batches
 
 pytestmark = pytest.mark.core
@@ -264,22 +263,17 @@ def test_prompts_come_from_what_does_not_judge():
     assert torch.equal(rewritten[:, [0, -1]], rows[:, [0, -1]])
 
 
-def test_statistics_are_of_both_and_own_text_never_judges(monkeypatch):
-    data, numbered = [], []
-    tuned, tune = reconstruction.reconstruct, reconstruction.tune
-    monkeypatch.setattr(solve, "reconstruct", lambda *args: data.append(args[4].data) or tuned(*args))
-    monkeypatch.setattr(reconstruction, "tune", lambda *args: numbered.append(args[1]) or tune(*args))
-    model = mts.sparsify(tiny_llama(), "wanda", data_loader=batches(4), self_data=40, reconstruct=1, progress=False)
-    calls, count = data[0].calls, len(numbered[0].local)
-    assert numbered[0].held_back == range(count - 1, count)
-    steps = in_steps([batch["input_ids"] for batch in batches(4)])
-    torch.testing.assert_close(calls[-1].kwargs["input_ids"], steps[-1])
-    assert len(calls) == count > 4
+def test_statistics_are_of_both_and_own_text_never_judges():
+    options = {"data_loader": batches(4), "self_data": 40, "reconstruct": 1, "progress": False}
+    model, block = mts.sparsify(tiny_llama(), "wanda", **options), "model.layers.0"
+    report, judge = mts.report(model), in_steps([batch["input_ids"] for batch in batches(4)])[-1]
+    goal, output = (outputs(each, judge, block) for each in (tiny_llama(), model))
+    assert report.blocks[0].error_after == pytest.approx(relative(output, goal), rel=1e-4)
     tokens = (40 + 4 * len(token_batches(1)[0])) * LENGTH
-    assert {layer.tokens for layer in mts.report(model).layers} == {tokens}
-    (note,) = [note for note in mts.report(model).notes if "wrote" in note]
+    assert {layer.tokens for layer in report.layers} == {tokens}
+    (note,) = [note for note in report.notes if "wrote" in note]
     assert note.startswith("the dense model wrote 40 windows of text itself, in ")
-    assert mts.report(model).settings["self_data"] == 40
+    assert report.settings["self_data"] == 40
 
 
 @pytest.mark.parametrize(

@@ -13,32 +13,33 @@ from tests.oracles.brute_force import inputs_of
 
 @pytest.mark.parametrize("how", ["pool", "weight_only"])
 @pytest.mark.parametrize("sequential", ["block", "stage", "none"])
-@pytest.mark.parametrize("positive", [0, 3])
-def test_an_expert_in_a_list_that_is_given_few_rows_or_none(how, sequential, positive):
+@pytest.mark.parametrize(("positive", "minimum"), [(0, 8), (3, 8), (0, 400)])
+def test_an_expert_in_a_list_that_is_given_few_rows_or_none(how, sequential, positive, minimum):
     """It is filled up like a fused one, and the report says so; an empty input's zeros would prune by position."""
     model = Stacked(blocks=1, block=Routed)
     model.stem = nn.Identity()
     batches = [-x.abs() for x in vectors()]
     batches[0][:positive, 0] *= -1
     experts = [f"blocks.0.experts.{i}" for i in range(2)]
-    first, second = inputs_of(model, experts, batches).values()
-    assert len(second) == positive
-    found = collected(model, ["blocks.0"], data_loader=batches, min_tokens=8, experts=how, sequential=sequential)
-    pool = first.T @ first + second.T @ second
-    average = pool / (len(first) + len(second))
-    expected = second.T @ second + (8 - positive) * average
-    if how == "weight_only":
-        expected = 8 * average.diagonal().mean() * torch.eye(16, dtype=torch.float64)
-    assert torch.allclose(found[experts[0]].gram.double(), first.T @ first, rtol=1e-5)
-    assert torch.allclose(found[experts[1]].gram.double(), expected, rtol=1e-4, atol=1e-5)
-    assert [found[name].tokens for name in experts] == [len(first), positive]
+    inputs = inputs_of(model, experts, batches)
+    counts = {name: len(rows) for name, rows in inputs.items()}
+    assert [count < minimum for count in counts.values()] == [minimum > 8, True]
+    assert counts[experts[1]] == positive
+    found = collected(model, ["blocks.0"], data_loader=batches, min_tokens=minimum, experts=how, sequential=sequential)
+    average = sum(rows.T @ rows for rows in inputs.values()) / sum(counts.values())
     notes = {layer.name: layer.notes for layer in mts.report(model).layers}
     done = {
-        "pool": "were filled up to 8 from the tokens of all experts",
+        "pool": f"were filled up to {minimum} from the tokens of all experts",
         "weight_only": "were solved by their weights alone",
     }
-    assert notes[experts[1]] == [f"experts with fewer than 8 tokens {done[how]}: this one ({positive})"]
-    assert notes[experts[0]] == []
+    for name, rows in inputs.items():
+        expected = rows.T @ rows + max(0, minimum - counts[name]) * average
+        if how == "weight_only" and counts[name] < minimum:
+            expected = minimum * average.diagonal().mean() * torch.eye(16, dtype=torch.float64)
+        assert torch.allclose(found[name].gram.double(), expected, rtol=1e-4, atol=1e-5)
+        assert found[name].tokens == counts[name]
+        note = f"experts with fewer than {minimum} tokens {done[how]}: this one ({counts[name]})"
+        assert notes[name] == ([note] if counts[name] < minimum else [])
 
 
 def test_experts_none_of_which_is_given_rows_saw_no_data():
