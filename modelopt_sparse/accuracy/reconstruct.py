@@ -64,15 +64,9 @@ def reconstruct(
         run.report.notes.append(f"{block.name!r} is not reconstructed: modules outside of it hold all of its weights")
         return
 
-    def squared(values: Tensor, index: int) -> Tensor:
-        """The squared norm of the values of real tokens, in the metric."""
-        token_mask = token_masks[index]
-        real = values if token_mask is None else values[token_mask]
-        return (real if metric is None else real @ metric.to(real.device)).square().sum()
-
     def error(index: int) -> Tensor:
         output = inputs.outputs_of([inputs.block], index)[0]
-        return squared(output.float() - goals[index].float(), index)
+        return _squared(output.float() - goals[index].float(), token_masks[index], metric)
 
     def loss(index: int) -> Tensor:
         # scaled so that neither its gradients nor those inside of the block leave float16's range
@@ -82,7 +76,7 @@ def reconstruct(
     with forward_context(run), without_masks(inputs.block), only_these_require_grad(inputs.block, weights):
         token_masks = _token_masks(block, inputs, goals)
         batches = BatchNumbers.of_calls(inputs.data, [call.number for call in inputs.calls])
-        energies = [float(squared(goal.float(), index)) for index, goal in enumerate(goals)]
+        energies = [float(_squared(goal.float(), real, metric)) for goal, real in zip(goals, token_masks)]
         step_energies, sizes = batches.per_step(energies), batches.per_step([goal.numel() for goal in goals])
         judge = partial(batches.validation_error, lambda index: (float(error(index)), energies[index]))
         before = judge()
@@ -101,6 +95,12 @@ def reconstruct(
     way = f"rate {rate:g}, masks {moving}, {kind} metric"
     report = BlockReport(block.name, before, best, epoch, round(time.perf_counter() - began, 3), notes, way)
     run.report.reconstructed(report, {layer_plan.name for layer_plan in block.layer_plans})
+
+
+def _squared(values: Tensor, token_mask: Tensor | None, metric: Tensor | None) -> Tensor:
+    """The squared norm of the values of real tokens, in the metric."""
+    real = values if token_mask is None else values[token_mask]
+    return (real if metric is None else real @ metric.to(real.device)).square().sum()
 
 
 def _token_masks(block: BlockTask, inputs: AtBlock, goals: list[Tensor]) -> list[Tensor | None]:

@@ -67,8 +67,8 @@ def solutions(
             for shared in shared_inputs:
                 pairs = [(layer, pattern) for layer in shared.layer_plans for pattern in wanted[layer.name]]
                 tried = [replace(layer, name=f"{layer.name} at {pattern}", pattern=pattern) for layer, pattern in pairs]
-                for solved in solve_layers([SharedInput(tried, shared.stats)], run):
-                    yield solved.layer_plan, shared.stats, solved.solution.weight
+                for layer_plan, solved, stats in solve_layers([SharedInput(tried, shared.stats)], run):
+                    yield layer_plan, stats, solved.solution.weight
 
 
 # losses ---------------------------------------------------------------------------------------------------------------

@@ -251,19 +251,9 @@ def solve_layer(layer_plan: LayerPlan, experts: range, prepared: Prepared, stats
 # the layers of some inputs -------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class SolvedLayer:
-    """A layer with its solution, the steps that led to it, and the statistics of its input."""
-
-    layer_plan: LayerPlan
-    solution: Solution
-    steps: list[StepReport]
-    stats: InputStats
-
-
-def solve_layers(shared_inputs: Sequence[SharedInput], run: Run) -> Iterator[SolvedLayer]:
-    """Solve the layers of some inputs, one after the other. Of several processes each solves some of them, and the
-    layers come when all have been solved.
+def solve_layers(shared_inputs: Sequence[SharedInput], run: Run) -> Iterator[tuple[LayerPlan, SolvedPiece, InputStats]]:
+    """Solve the layers of some inputs, one after the other; each comes with the statistics of its input. Of several
+    processes each solves some of them, and the layers come when all have been solved.
 
     Errors name the layer: ValueError for solutions that break the method contract, MemoryError where memory runs out
     and no smaller pieces would help.
@@ -280,12 +270,12 @@ def solve_layers(shared_inputs: Sequence[SharedInput], run: Run) -> Iterator[Sol
                     del stats  # not held while the next layer is solved
                 continue
             solved = solve_layer(layer_plan, range(layer_plan.matrices), prepared, shared.stats, run)
-            yield SolvedLayer(layer_plan, solved.solution, solved.steps, shared.stats)
+            yield layer_plan, solved, shared.stats
             del solved
     for shared in shared_inputs if several else ():
         for layer_plan in shared.layer_plans:
             solved = joined(layer_plan, exchanged(layer_plan, owners[layer_plan.name], local, run))
-            yield SolvedLayer(layer_plan, solved.solution, solved.steps, shared.stats)
+            yield layer_plan, solved, shared.stats
 
 
 # one block, from top to bottom ---------------------------------------------------------------------------------------
@@ -316,16 +306,16 @@ def sparsify_block(block: BlockTask, run: Run) -> list[Callable[[], object]]:
             for layer_plan in block.layer_plans:
                 refuse_unusable(layer_plan.layer)
         for stage in block.stages(config.sequential) if write_sparse is None else ():
-            for solved in solve_layers(collect(stage, inputs, run, one_pass=block.one_pass), run):
-                movable |= _movable(solved, config)
-                report = layer_report(solved, permuted.get(solved.layer_plan.name), config)
-                write = partial(attach, solved.layer_plan, solved.solution, report, run)  # without the statistics
+            for layer_plan, solved, stats in solve_layers(collect(stage, inputs, run, one_pass=block.one_pass), run):
+                movable |= _movable(layer_plan, stats, config)
+                report = layer_report(layer_plan, solved, stats, permuted.get(layer_plan.name), config)
+                write = partial(attach, layer_plan, solved.solution, report, run)  # without the statistics
                 if stays_dense:
                     later.append(write)
                 else:
                     masks |= write()
                     undo.pop_all()  # there is no way back once a layer is written
-                del solved, write  # not held while the next layer is solved
+                del solved, stats, write  # not held while the next layer is solved
         undo.pop_all()
         if masks and goals is not None:
             reconstruct(block, goals, masks, movable, inputs, run)
@@ -334,9 +324,8 @@ def sparsify_block(block: BlockTask, run: Run) -> list[Callable[[], object]]:
     return later
 
 
-def _movable(solved: SolvedLayer, config: SparsifyConfig) -> dict[nn.Parameter, TrainableMask]:
+def _movable(layer_plan: LayerPlan, stats: InputStats, config: SparsifyConfig) -> dict[nn.Parameter, TrainableMask]:
     """The weight of a solved layer as a `TrainableMask`, if its mask is to move while the block is tuned."""
-    layer_plan, stats = solved.layer_plan, solved.stats
     if config.reconstruct is None or config.reconstruct.masks == "frozen" or config.masks is not None or stats is None:
         return {}
     if layer_plan.layer.parameter.dtype == torch.float16:  # "auto" leaves these as they are; "move" is refused
@@ -382,8 +371,10 @@ def attach(layer_plan: LayerPlan, solution: Solution, report: LayerReport, run: 
     return {} if config.reconstruct is None else {layer.parameter: mask}
 
 
-def layer_report(solved: SolvedLayer, permuted: str | None, config: SparsifyConfig) -> LayerReport:
-    layer_plan, solution, steps, stats = solved.layer_plan, solved.solution, solved.steps, solved.stats
+def layer_report(
+    layer_plan: LayerPlan, solved: SolvedPiece, stats: InputStats, permuted: str | None, config: SparsifyConfig
+) -> LayerReport:
+    solution, steps = solved.solution, solved.steps
     notes = [*solution.notes, *([permuted] if permuted else [])]
     error_from, tokens, expert_tokens = "weights", 0, []
     if stats is not None:

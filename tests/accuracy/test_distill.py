@@ -305,19 +305,6 @@ def test_blocks_keep_no_activations(monkeypatch):
     assert not any("forward" in block.__dict__ for block in blocks)
 
 
-def test_gradients_are_gone_when_the_next_block_has_its_own(monkeypatch):
-    """Of a model with many blocks no more than one block's gradients are there at a time."""
-    model, sizes, real = tiny_llama(num_hidden_layers=6), [], tuning.TunedWeight.pop_gradient
-
-    def taken(weight):
-        sizes.append(sum(p.grad.numel() for p in model.parameters() if p.grad is not None))
-        return real(weight)
-
-    monkeypatch.setattr(tuning.TunedWeight, "pop_gradient", taken)
-    sparsified(model, distill=1)
-    assert 0 < max(sizes) <= sum(p.numel() for p in model.model.layers[0].parameters())
-
-
 # report, plan, refusals ---------------------------------------------------------------------------------------------
 
 

@@ -16,7 +16,6 @@ from modelopt_sparse.model.masking import SparseModule
 from tests import helpers
 from tests.accuracy.tuned import BATCHES, tuned_model
 from tests.helpers import assert_same_masks, assert_same_state, in_steps, refused, state_of, tiny_llama
-from tests.interruptions import interrupted
 
 MOVE = {"epochs": 3, "masks": "move"}
 
@@ -199,18 +198,6 @@ def test_zeros_of_a_mask_that_is_there_stay():
     sparsified(model)
     for name, mask in mts.named_masks(model):
         assert not (mask & ~before[name]).any()
-
-
-def test_an_interruption_leaves_masks_and_zeros_that_fit():
-    model = tiny_llama()
-    with interrupted(tuning, "_take_step", 5):
-        sparsified(model)
-    masks = dict(mts.named_masks(model))
-    assert masks
-    for name, mask in masks.items():
-        assert not model.get_parameter(name)[~mask].any()
-        assert mask.unflatten(-1, (-1, 4)).sum(-1).eq(2).all()
-    assert all(m.masked_names for m in model.modules() if isinstance(m, SparseModule)), "masks are on again"
 
 
 def test_what_is_refused():

@@ -10,10 +10,13 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 import modelopt_sparse as mts
+from modelopt_sparse.accuracy import tuning
 from modelopt_sparse.accuracy.tuning import TunedWeights, learning_rates
+from modelopt_sparse.model.masking import SparseModule
 from modelopt_sparse.plan.options import Distill, Reconstruct
 from tests.accuracy.tuned import BATCHES, outputs, relative, tuned_model
 from tests.helpers import assert_same_state, in_steps, refused, state_of, tiny_llama, token_batches
+from tests.interruptions import interrupted
 from tests.models.architectures import ARCHITECTURES
 from tests.models.stacked import Block, Stacked, vectors
 from tests.oracles.layer_problem import exact_refit, objective
@@ -272,26 +275,20 @@ def test_routers_and_what_other_blocks_hold_as_well_are_untouched():
     )
 
 
-def test_an_interruption_leaves_a_whole_model_and_says_where():
-    class Interrupted(nn.Module):
-        """Passes values on, and fails in the backward pass when told so."""
-
-        def forward(self, x):
-            if x.requires_grad:
-                calls.append(1)
-                if len(calls) == 5:
-                    raise KeyboardInterrupt
-            return x
-
-    model, calls = tiny_llama(), []
-    model.model.layers[1].mlp.act_fn = nn.Sequential(nn.SiLU(), Interrupted())
-    with pytest.raises(KeyboardInterrupt):
-        sparsified(model)
+@pytest.mark.parametrize("masks", ["frozen", "move"])
+def test_an_interruption_leaves_a_whole_model_and_says_where(masks):
+    """In the second block, of which each has 51 steps."""
+    model = tiny_llama()
+    with interrupted(tuning, "_take_step", 60):
+        sparsified(model, reconstruct={"masks": masks, "epochs": 3})
     report = mts.report(model)
     assert [block.name for block in report.blocks] == BLOCKS[:1]
     assert any("'model.layers.1': its reconstruction was broken off" in note for note in report.notes)
     assert all(p.requires_grad and p.grad is None for p in model.parameters())
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert all(module.masked_names for module in model.modules() if isinstance(module, SparseModule)), "masks are on"
+    for name, mask in mts.named_masks(model):
+        assert not model.get_parameter(name)[~mask].any()
     mts.verify(model, "2:4")
 
 
