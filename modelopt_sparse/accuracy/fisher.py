@@ -82,7 +82,7 @@ def gradients_of(data: CalibrationData, blocks: Sequence[nn.Module], layers: Seq
     OutputError where it is not known what counts of the output."""
     run, indices = data.run, {block: index for index, block in enumerate(blocks)}
     numbers = users_first(data, METRIC_ROWS if blocks else LOSS_ROWS)
-    layer_of = {layer.parameter: layer for layer in layers}
+    weights = {layer.parameter: layer for layer in layers}
     under_way: list[NumberedCall] = []
     sums: dict[int | str, Tensor] = {}  # over this process's calls: of blocks by their index, of layers by their name
     moments: list[list[float]] = []
@@ -94,8 +94,7 @@ def gradients_of(data: CalibrationData, blocks: Sequence[nn.Module], layers: Seq
         rows = gradient.detach().flatten(0, -2).float()
         add(index, rows.T @ rows)
 
-    def take_gradient(weight: Tensor) -> None:
-        layer = layer_of[weight]
+    def take_gradient(layer: Layer, weight: Tensor) -> None:
         assert weight.grad is not None
         add(layer.name, layer.matrix(weight.grad).double().square().sum(-1).cpu())
         weight.grad = None
@@ -118,12 +117,12 @@ def gradients_of(data: CalibrationData, blocks: Sequence[nn.Module], layers: Seq
             losses.sum().backward()
 
     with ExitStack() as hooks:
-        hooks.enter_context(only_these_require_grad(run.model, layer_of))
+        hooks.enter_context(only_these_require_grad(run.model, weights))
         hooks.enter_context(blocks_recomputed(run))
         for block in blocks:
             hooks.enter_context(block.register_forward_hook(after_block))
-        for weight in layer_of:
-            hooks.callback(weight.register_post_accumulate_grad_hook(take_gradient).remove)
+        for weight, layer in weights.items():
+            hooks.callback(weight.register_post_accumulate_grad_hook(partial(take_gradient, layer)).remove)
         hooks.enter_context(run.model.register_forward_hook(after_model))
         hooks.enter_context(torch.enable_grad())
         data.run_model(under_way.append, numbers=numbers)

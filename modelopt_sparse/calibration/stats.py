@@ -428,8 +428,9 @@ def _added_up(local: dict[Names, RunningSum], changed: bool, run: Run) -> tuple[
     for names, of_all in sums.items():
         ranks = [totals[names] for totals, _ in by_rank if names in totals]
         counts = None if ranks[0].counts is None else torch.stack([x.counts for x in ranks]).sum(0)
-        tokens = sum(total.tokens for total in ranks)
-        added[names] = replace(local.get(names, ranks[0]), sums=of_all, tokens=tokens, counts=counts)
+        tokens = sum(x.tokens for x in ranks)
+        total = local[names] if names in local else ranks[0]
+        added[names] = replace(total, sums=of_all, tokens=tokens, counts=counts)
     every = [name for names in added for name in names]
     return added, any(rank_changed for _, rank_changed in by_rank) or len(set(every)) < len(every)
 
