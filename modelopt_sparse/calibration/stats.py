@@ -394,7 +394,7 @@ class Collector:
             self.inconsistent |= any(counts[name] != counts[leader] for name, leader in self._leader_of.items())
         self._call = {}
 
-    def take(self) -> "dict[Names, RunningSum]":
+    def take(self) -> dict[Names, RunningSum]:
         """The sums of all calls, by the names of the layers with one input, in call order."""
         shared = grouped(self._leader_of, self._leader_of.__getitem__).items()
         return {tuple(names): self._sums.pop(leader) for leader, names in shared if leader in self._sums}
