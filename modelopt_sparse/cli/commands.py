@@ -249,8 +249,7 @@ def sparsify(
         result = streamed if rank() == 0 else None
     else:
         make = functools.partial(mts.sparsify, method=method, config=settings)
-        loading: dict[str, Any] = {"quantized": quantized, "masks": not settings.get("replace")}
-        result = _in_memory(make, source, out, settings, held_out=held_out, **loading, **where)
+        result = _in_memory(make, source, out, settings, held_out=held_out, quantized=quantized, **where)
     if result is None:
         return
     if page is not None and rank() == 0:
@@ -291,7 +290,6 @@ def _in_memory(
     out: Path,
     settings: dict[str, Any],
     *,
-    masks: bool = True,
     quantized: Any = None,
     held_out: "Tensor | None" = None,
     **saving: Any,
@@ -303,7 +301,7 @@ def _in_memory(
 
     with locked(out) if rank() == 0 else nullcontext():
         companions = source.companions()
-        network = make(source.load(quantized=quantized, masks=masks))
+        network = make(source.load(quantized=quantized, masks=True))
         report = mts.report(network)
         if quantized is not None:
             report.notes.append(str(quantized))

@@ -58,7 +58,7 @@ def test_sparsify_writes_a_folder_with_everything_that_belongs_to_the_model(run,
 
 
 def test_a_sparse_folder_comes_with_its_masks(run, work, sparse, tmp_path):
-    """Their zeros stay and count, and its report stands; replace=true drops both."""
+    """Their zeros stay and count, and its report stands; replace=true drops both of the layers that are pruned."""
     again = ("sparsify", sparse, "--out", tmp_path / "out", "--method", "magnitude", "--no-progress")
     run(*again, "--pattern", "25%").wrong("50.00% zeros in the present mask, and pattern 25% per matrix has fewer")
     assert not (tmp_path / "out").exists()
@@ -70,6 +70,10 @@ def test_a_sparse_folder_comes_with_its_masks(run, work, sparse, tmp_path):
     for name, mask in masks.items():
         assert int(mask.sum()) * (4 if "up_proj" in name else 2) == mask.numel()
         assert not (mask & ~before[name]).any()
+    run(*again, "--overwrite", "--pattern", "25%", "--include", "*.up_proj", "--set", "replace=true").well()
+    for name, mask in mts.named_masks(mts.load(tmp_path / "out")):
+        assert mask.float().mean() == (0.75 if "up_proj" in name else 0.5)
+        assert "up_proj" in name or torch.equal(mask, before[name])
     done = run(*again, "--overwrite", "--pattern", "25%", "--set", "replace=true")
     assert "7 layers pruned, 25.00% zeros" in done.out
     text = ("--data", work / "text.txt", "--num-samples", 4, "--seq-len", 32)
