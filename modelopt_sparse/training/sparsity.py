@@ -322,6 +322,7 @@ class Sparsity(ABC):
 
     def report(self) -> Report:
         """The report of the model as it is now, which `mts.report` gives as well. Raises ValueError before `apply`."""
+        self._forget_plain()
         for weight in self.sparse_params.values():
             weight.write_report()  # the masks may have been loaded since
         if self._model is None or (report := attached_report(self._model)) is None:

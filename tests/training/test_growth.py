@@ -156,6 +156,7 @@ def test_dense_training_follows_sparse_training(how):
         assert not model._forward_pre_hooks
     else:
         mts.export(model if how == "export" else model.first)
+        assert len(sparsity.report().layers) == 2
     assert_bits(optimizer.state_dict()["state"][0]["exp_avg"], moments[0]["exp_avg"])
     dense = [module for module in (model.first, model.second) if not isinstance(module, SparseModule)]
     assert len(dense) == 1 + (how != "export a part")
