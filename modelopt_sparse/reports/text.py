@@ -12,7 +12,8 @@ import os
 import re
 import textwrap
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import product, zip_longest
 from pathlib import Path
@@ -51,14 +52,22 @@ class Printed:
         return json.dumps(_finite(self.as_dict()), indent=2, default=str)
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a file of text in one piece: a full disk leaves the file that was there."""
+@contextmanager
+def in_one_piece(path: Path) -> Iterator[Path]:
+    """The path to write a file to, which is renamed to ``path`` at the end: an error, as on a full disk, leaves the
+    file that was there."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        unfinished.write_text(text, encoding="utf-8")
+        yield unfinished
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file of text in one piece."""
+    with in_one_piece(path) as unfinished:
+        unfinished.write_text(text, encoding="utf-8")
 
 
 def _finite(value: Any) -> Any:

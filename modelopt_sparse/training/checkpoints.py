@@ -23,6 +23,7 @@ from modelopt_sparse.checkpoint.save import add_masks, restore
 from modelopt_sparse.distributed import is_fully_sharded
 from modelopt_sparse.model.devices import unwrapped
 from modelopt_sparse.model.masking import SUFFIX, SparseModule
+from modelopt_sparse.reports.text import in_one_piece
 from modelopt_sparse.training.sparsity import Sparsity
 
 # Trainer --------------------------------------------------------------------------------------------------------------
@@ -146,7 +147,8 @@ def finalize(source: str | Path, destination: str | Path) -> tuple[dict[str, Ten
         raise ValueError(f"{str(source)!r} cannot be read as safetensors: {error}") from None
     sparse = from_sentinel(state)
     masks = _taken_masks(sparse)
-    save_file(sparse, destination, metadata=metadata)
+    with in_one_piece(destination) as unfinished:
+        save_file(sparse, unfinished, metadata=metadata)
     return masks, len(sparse)
 
 

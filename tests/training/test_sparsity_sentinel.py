@@ -1,11 +1,14 @@
 """NaN in the place of pruned weights, in and out, and `finalize`."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from modelopt_sparse import training
+from modelopt_sparse.training import checkpoints
 from tests.helpers import assert_bits
 
 
@@ -48,10 +51,20 @@ def test_inf_is_damage():
         training.from_sentinel({"weight": torch.tensor([torch.inf])})
 
 
-def test_finalize(run, tmp_path):
+def test_finalize(run, tmp_path, monkeypatch):
     model = sparse_model()
     source, destination = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
     save_file(training.to_sentinel(model.state_dict()), source, metadata={"format": "pt"})
+
+    def full_disk(tensors, path, metadata):
+        Path(path).write_bytes(b"half")
+        raise OSError("No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints, "save_file", full_disk)
+        with pytest.raises(OSError, match="No space left"):
+            training.finalize(source, destination)
+    assert [*tmp_path.iterdir()] == [source]  # so that the next attempt is not refused
     done = run("finalize", "--input", source, "--output", destination)
     assert done.code == 0, done.err
     assert "2 of 4 tensors" in done.out
