@@ -324,7 +324,7 @@ class Slow(SparseGPT):
 EVERYTHING: dict[str, Any] = {"permute": True, "polish": 4, "reconstruct": 1}
 STREAMED: dict[str, tuple[str, Any, dict[str, Any]]] = {  # name -> model, method, options
     "everything, spilled": ("llama", "sparsegpt", {**EVERYTHING, "spill": True}),
-    "stage, five batches": ("llama", "alps", {"sequential": "stage", "max_batches": 5, "pattern": 0.5}),
+    "stage, five batches": ("llama", "sparsegpt", {"sequential": "stage", "max_batches": 5, "pattern": 0.5}),
     "none": ("llama", "wanda", {"sequential": "none"}),
     "names that differ on disk": ("mixtral", "sparsegpt", {}),
     "a slow process": ("llama", Slow(), {}),

@@ -306,8 +306,8 @@ def test_load_takes_the_device_that_is_named(monkeypatch, device_map):
 
 def test_load_still_checks_weights_against_masks(backend, folder, monkeypatch):
     monkeypatch.setattr(checkpoint, "loading_place", lambda *_: (Settings(tune=None), place_for(backend)))
-    description, masks, *rest = checkpoint.masks_of(folder)
+    description, masks, *rest = checkpoint.opened_folder(folder)
     other = {name: ~mask for name, mask in masks.items()}
-    monkeypatch.setattr(checkpoint, "masks_of", lambda _: (description, other, *rest))
+    monkeypatch.setattr(checkpoint, "opened_folder", lambda _: (description, other, *rest))
     with pytest.raises(ValueError, match="is not zero in 2048 places where its mask is False"):
         mts.load(folder, semi_structured=True)
