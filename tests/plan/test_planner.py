@@ -138,8 +138,8 @@ def with_codes(dtype: torch.dtype = torch.int8) -> nn.Module:
 
 
 def mamba() -> nn.Module:
-    config = hf.MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=20, state_size=4, time_step_rank=4)
-    return hf.MambaForCausalLM(config)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "vocab_size": 20, "state_size": 4, "time_step_rank": 4}
+    return hf.MambaForCausalLM(hf.MambaConfig(**sizes, tie_word_embeddings=False))
 
 
 def with_complex() -> nn.Module:
@@ -169,10 +169,11 @@ BIASES = [f"{side}.block.0.layer.0.SelfAttention.relative_attention_bias" for si
 T5 = dict.fromkeys(BIASES, "embedding")
 T5["shared"] = "tied: also held by encoder.embed_tokens, decoder.embed_tokens, lm_head"
 MAMBA = {
-    "backbone.embeddings": "tied: also held by lm_head",
+    "backbone.embeddings": "embedding",
     "backbone.layers.0.mixer.A_log": "no adapter for MambaMixer.A_log",
     "backbone.layers.0.mixer.conv1d": FIT.format(1),
     "backbone.layers.0.mixer.dt_proj": "MambaMixer reads the weight without calling the module",
+    "lm_head": "output head",
 }
 ADAPTERS = {f"{i}.lora_{letter}": BESIDE for i in range(2) for letter in "ab"}
 NO_STEM = dict.fromkeys(("layers.0.0", "layers.1.0", "layers.1.1"), LEFT_OUT)
