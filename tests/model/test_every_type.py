@@ -1,7 +1,7 @@
 """Model types of transformers that can be built tiny: SparseGPT at 2:4 covers the blocks of all but the exceptions.
 
 The suite takes FAMILIES: one type of each implementation, and those like it that are listed as exceptions. With
-EVERY_TYPE=1 in the environment all are taken, about 22 minutes of one core; those that the harness cannot build or run
+EVERY_TYPE=1 in the environment all are taken, about 5 minutes of one core; those that the harness cannot build or run
 are skipped, with the reason. One type alone:
 ``pytest "tests/model/test_every_type.py::test_sparsegpt_covers_the_blocks[llama]"``.
 """

@@ -38,6 +38,7 @@ PARTLY: dict[str, str] = {
     "inkling2_loop": "0.90: Inkling2LoopShortConvolution.conv1d, relative position biases",
     "inkling2_loop_text": "0.88: Inkling2LoopShortConvolution.conv1d, relative position biases",
     "inkling2_text": "0.88: Inkling2BlockAttentionResidual.query, Inkling2DynamicShortConvolution.",
+    "inkling_mm_model": "0.93: InklingRelativeLogits.proj",
     "inkling_text": "0.93: InklingRelativeLogits.proj",
     "jamba": "0.96: JambaMambaMixer.A_log",
     "mamba": "0.88: MambaMixer.A_log",
