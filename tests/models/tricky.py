@@ -231,6 +231,12 @@ def _in_one_memory(*, overlap: bool) -> nn.Module:
     return model
 
 
+def _expanded() -> nn.Module:
+    layer = nn.Linear(8, 8)
+    layer.weight = nn.Parameter(torch.randn(1, 8).expand(8, 8))
+    return layer
+
+
 # model -> what builds it, from nothing but the generator of torch
 ROUND_TRIPS: dict[str, Callable[[], Any]] = {
     "one layer": lambda: nn.Linear(8, 8),
@@ -281,5 +287,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: _in_one_memory(overlap=True),
         "layer '0' and the parameter '1.weight' share memory: make them one Parameter",
     ),
+    "expanded": (_expanded, "its weights share memory: clone it"),
     "on meta": (lambda: nn.Linear(8, 8, device="meta"), "on the meta device"),
 }
