@@ -196,12 +196,11 @@ def run_dense(data: CalibrationData) -> CalibrationData:
 
 
 def _block_of_layers(plan: Plan) -> dict[str, str | None]:
-    """Layer name -> the block that it is used in. A tied weight that is used in several blocks sees all of its inputs
-    in the whole model alone: None."""
-    home = {module: name for name, block in plan.named_blocks.items() for module in block.modules()}
-    block_of: dict[str, str | None] = {}
+    """Layer name -> the block that it is used in. A weight that is used in several blocks sees all of its inputs in the
+    whole model alone: None."""
+    homes, block_of = plan.homes, dict[str, str | None]()
     for layer_plan in plan.layers:
-        used_in = {home.get(module) for module in layer_plan.layer.hooked_modules}
+        used_in = set().union(*(homes.get(module, {None}) for module in layer_plan.layer.hooked_modules))
         block_of[layer_plan.name] = used_in.pop() if len(used_in) == 1 else None
     return block_of
 

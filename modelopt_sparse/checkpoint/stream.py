@@ -290,11 +290,11 @@ def _block_names(model: nn.Module, plan: Plan, verb: str) -> list[str]:
     """The module paths of all blocks, in the order of their shards."""
     if "" in plan.named_blocks:
         raise ValueError(f"{type(model).__name__} has no stack of blocks to stream one by one: {IN_MEMORY} {verb}")
-    home = {module: name for name, block in plan.named_blocks.items() for module in block.modules()}
+    homes = plan.homes
     for layer_plan in plan.layers:
         layer = layer_plan.layer
-        used_in = {home.get(module) for module in (layer.owner, *layer.tied_modules)}
-        seen_in = {home.get(module) for module in layer.hooked_modules}
+        used_in = set().union(*(homes.get(module, {None}) for module in (layer.owner, *layer.tied_modules)))
+        seen_in = set().union(*(homes.get(module, {None}) for module in layer.hooked_modules))
         if len(used_in) > 1 or (layer_plan.calibrated and (None in seen_in or len(seen_in) > 1)):
             raise ValueError(f"layer {layer.name!r} is not in one block: exclude it, or {IN_MEMORY} {verb}")
     return [*plan.named_blocks]

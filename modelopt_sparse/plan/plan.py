@@ -143,6 +143,15 @@ class Plan(Printed):
         return [*self.named_blocks.values()]
 
     @property
+    def homes(self) -> dict[nn.Module, set[str | None]]:
+        """Module -> the blocks that hold it: several may share it. Without the modules outside of all blocks."""
+        homes: dict[nn.Module, set[str | None]] = {}
+        for name, block in self.named_blocks.items():
+            for module in block.modules():
+                homes.setdefault(module, set()).add(name)
+        return homes
+
+    @property
     def by_block(self) -> dict[str | None, list[LayerPlan]]:
         """The layers of each block that has some, and those outside of the blocks (None)."""
         return grouped(self.layers, lambda layer_plan: layer_plan.block)

@@ -58,7 +58,7 @@ class StepReport:
     @classmethod
     def of(cls, step: str, error: float, seconds: float) -> "StepReport":
         """``error``: NaN or inf if none was measured."""
-        return cls(step, error if math.isfinite(error) else None, round(seconds, 4))
+        return cls(step, float(error) if math.isfinite(error) else None, round(seconds, 4))  # a user's may be a tensor
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from modelopt_sparse.methods.alps import DAMPING, Scaled, polish
 from modelopt_sparse.methods.base import Solution, Stats, masked_solution, output_energy
 from modelopt_sparse.methods.patterns import NM, sub_pattern
 from modelopt_sparse.methods.scores import GivenMask
-from modelopt_sparse.model.devices import count_nonzero, free_what_can_be_freed, is_out_of_memory
+from modelopt_sparse.model.devices import count_nonzero, free_what_can_be_freed, is_out_of_memory, version
 from modelopt_sparse.model.masking import named_masks, set_mask
 from modelopt_sparse.plan.options import SparsifyConfig
 from modelopt_sparse.plan.plan import LayerPlan
@@ -112,8 +112,9 @@ def solve_piece(task: LayerTask, rows: slice, began: float, run: Run) -> SolvedP
     method, pattern = layer_plan.method, sub_pattern(layer_plan.pattern, rows)
     if isinstance(method, GivenMask):
         method = method.part((..., rows, slice(None)))
+    before = version(weight)
     solution = method.solve(weight, task.state, pattern, layer_plan.options)
-    _check_solution(replace(layer_plan, pattern=pattern), weight, solution)
+    _check_solution(replace(layer_plan, pattern=pattern), weight, solution, written=version(weight) != before)
     steps = [StepReport.of(method.name, solution.error, time.perf_counter() - began)]
     for step in layer_plan.steps:
         began = time.perf_counter()
@@ -129,8 +130,8 @@ def solve_piece(task: LayerTask, rows: slice, began: float, run: Run) -> SolvedP
     return SolvedPiece(solution, steps, energy)
 
 
-def _check_solution(layer_plan: LayerPlan, weight: Tensor, solution: Solution) -> None:
-    """A method's own mistakes (a user's method above all) must not reach the model."""
+def _check_solution(layer_plan: LayerPlan, weight: Tensor, solution: Solution, *, written: bool) -> None:
+    """A method's own mistakes (a user's method above all) must not reach the model, nor the steps that follow it."""
     wrong = ""
     if not isinstance(solution, Solution):
         wrong = f"it is a {type(solution).__name__}, not a modelopt_sparse.Solution"
@@ -147,6 +148,8 @@ def _check_solution(layer_plan: LayerPlan, weight: Tensor, solution: Solution) -
         wrong = f"mask keeps {count} weights that the layer's present mask prunes (replace=True drops that mask)"
     elif count := layer_plan.pattern.count_kept_wrong(solution.mask):
         wrong = f"mask breaks pattern {layer_plan.pattern} in {count} places"
+    elif written:
+        wrong = "it was written to the dense weight, which the steps after it need: clone that first"
     if wrong:
         raise ValueError(f"method {layer_plan.method.name!r} gave a bad solution: {wrong}")
 

@@ -1,10 +1,8 @@
-"""Where a model's layer stacks are found."""
+"""Where a model's layer stacks are found, beside the architectures of test_architectures.py."""
 
 from collections.abc import Callable
 
 import pytest
-import torch
-import transformers as hf
 from torch import nn
 
 from modelopt_sparse.model.find import find_layers, find_stacks
@@ -37,36 +35,8 @@ def numbered(name: str, count: int) -> list[str]:
     return [f"{name}.{i}" for i in range(count)]
 
 
-def on_meta(kind: type, config: hf.PreTrainedConfig) -> nn.Module:
-    with torch.device("meta"):
-        return kind(config)
-
-
 def blocks(*kinds: type) -> nn.ModuleList:
     return nn.ModuleList(kind() for kind in kinds)
-
-
-def t5() -> nn.Module:
-    sizes = {"d_model": 16, "d_ff": 16, "d_kv": 8, "num_heads": 2, "vocab_size": 20}
-    return on_meta(hf.T5ForConditionalGeneration, hf.T5Config(num_layers=2, num_decoder_layers=3, **sizes))
-
-
-def resnet() -> nn.Module:
-    config = hf.ResNetConfig(hidden_sizes=[8, 16], depths=[2, 3], embedding_size=8, layer_type="basic")
-    return on_meta(hf.ResNetForImageClassification, config)
-
-
-def swin() -> nn.Module:
-    """Its stages end in a projection of their own, which must not be left out of the walk."""
-    return on_meta(hf.SwinForImageClassification, hf.SwinConfig(embed_dim=8, depths=[2, 2], num_heads=[2, 2]))
-
-
-def mixtral() -> nn.Module:
-    """Fused experts do not change what a block is."""
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
-    return on_meta(
-        hf.MixtralForCausalLM, hf.MixtralConfig(num_hidden_layers=2, vocab_size=20, num_local_experts=2, **sizes)
-    )
 
 
 def beside_lists_of_single_layers() -> nn.Module:
@@ -90,25 +60,14 @@ def nested() -> nn.Module:
 
 # case -> (model, stack -> how many blocks it has, or their names)
 STACKS: dict[str, tuple[Callable[[], nn.Module], dict[str, int | list[str]]]] = {
-    "llama": (lambda: tiny_llama(num_hidden_layers=3), {"model.layers": 3}),
     "a single layer": (lambda: tiny_llama(num_hidden_layers=1), {"model.layers": 1}),
-    "encoder and decoder": (t5, {"encoder.block": 2, "decoder.block": 3}),
-    "stages of residual blocks": (resnet, {f"resnet.encoder.stages.{i}.layers": 2 + i for i in range(2)}),
-    "stages that hold more than blocks": (swin, {"swin.encoder.layers": 2}),
-    "fused experts": (mixtral, {"model.layers": 2}),
     "a list of experts": (with_experts, {"layers": 2}),
     "nested lists that hold everything": (nested, {"stages.0": 2, "stages.1": 2}),
-    "a plain MLP": (lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), {"": [""]}),
     "a sequence of blocks": (lambda: nn.Sequential(Block(), Block()), {"": ["0", "1"]}),
     "lists of single layers": (beside_lists_of_single_layers, {"layers": 2}),
     "blocks of two kinds": (lambda: nn.ModuleDict({"layers": blocks(Block, OtherBlock, Block)}), {"layers": 3}),
     "a block and a layer": (lambda: nn.ModuleDict({"layers": nn.ModuleList([Block(), nn.Linear(8, 8)])}), {"": [""]}),
     "what is no block between": (with_a_norm, {"layers": ["layers.0", "layers.2"]}),
-    # that its parent reads
-    "attention": (
-        lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2),
-        {"layers": 2},
-    ),
     "no layers": (lambda: nn.Sequential(nn.ReLU(), nn.LayerNorm(4)), {}),
 }
 

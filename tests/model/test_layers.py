@@ -9,7 +9,6 @@ from modelopt_sparse.methods.patterns import NM
 from modelopt_sparse.model.find import find_layers
 from modelopt_sparse.model.layers import Layer
 from modelopt_sparse.model.masking import set_mask
-from tests.oracles import reference
 
 
 def only_layer(module: nn.Module) -> Layer:
@@ -49,14 +48,6 @@ def test_rows_times_the_matrix_is_the_output_of_a_linear_layer(build, as_keyword
     name = "x" if isinstance(module, Conv1D) else "input"
     rows = rows_of(layer, **{name: x}) if as_keyword else rows_of(layer, x)
     torch.testing.assert_close(product(layer, rows) + module.bias, module(x).flatten(0, -2))
-
-
-@pytest.mark.parametrize("build", [lambda: nn.Linear(3, 2), lambda: Conv1D(2, 3)], ids=["Linear", "HF Conv1D"])
-def test_padding_tokens_are_left_out(build):
-    x = torch.arange(12.0).view(2, 2, 3)
-    keep = torch.tensor([[True, False], [True, True]])
-    rows = rows_of(only_layer(build()), x, keep=keep)
-    assert rows.tolist() == [[0, 1, 2], [6, 7, 8], [9, 10, 11]]
 
 
 # convolutions --------------------------------------------------------------------------------------------------------
@@ -102,17 +93,6 @@ def test_rows_times_the_matrix_is_the_output_of_a_convolution(name, batched):
     bias = torch.zeros(conv.out_channels) if conv.bias is None else conv.bias
     output = conv(x if batched else x.unsqueeze(0)).detach()
     torch.testing.assert_close(found + bias, output.movedim(1, -1).flatten(0, -2), rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    "name", ["2d", "2d pointwise", "2d padded on two sides", "2d strided and dilated", "2d grouped", "2d depthwise"]
-)
-def test_the_gram_matrix_of_a_convolution_agrees_with_unfold(name):
-    conv, positions = CONVOLUTIONS[name]
-    x = torch.randn(3, 4, *positions, dtype=torch.float64)
-    rows = rows_of(only_layer(conv), x)
-    found = rows.mT @ rows
-    torch.testing.assert_close(found if conv.groups > 1 else found.unsqueeze(0), reference.conv2d_gram(conv, x))
 
 
 @every_convolution
@@ -174,25 +154,6 @@ def test_a_matrix_goes_back_to_exactly_the_weight_it_came_from(module):
 # attention -----------------------------------------------------------------------------------------------------------
 
 
-def reference_attention(module: nn.MultiheadAttention, layers: dict[str, Tensor], value_bias: Tensor) -> Tensor:
-    """Attention by hand from projected q, k, v [B, S, E] -> what goes into out_proj, [B, S, E]."""
-    heads = {name: x.unflatten(-1, (module.num_heads, -1)).transpose(1, 2) for name, x in layers.items()}
-    weights = torch.softmax(heads["q"] @ heads["k"].mT / module.head_dim**0.5, -1)
-    return (weights @ (heads["v"] + value_bias)).transpose(1, 2).flatten(2)
-
-
-def call_arguments(module: nn.MultiheadAttention, kind: str) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Query, key and value as the module wants them, and as [B, S, E]."""
-    query = torch.randn(2, 5, module.embed_dim)
-    key = torch.randn(2, 3, module.kdim)
-    value = torch.randn(2, 3, module.vdim)
-    batch_first = {"self": (query, query, query), "cross": (query, key, key), "three": (query, key, value)}[kind]
-    if module.batch_first:
-        return batch_first, batch_first
-    turned = {id(x): x.transpose(0, 1) for x in batch_first}
-    return tuple(turned[id(x)] for x in batch_first), batch_first
-
-
 ATTENTION_CALLS = [
     ({"batch_first": batch_first, **settings}, kind)
     for batch_first in (True, False)
@@ -210,45 +171,33 @@ ATTENTION_CALLS = [
 
 @pytest.mark.parametrize(("settings", "kind"), ATTENTION_CALLS)
 @pytest.mark.parametrize("as_keywords", [False, True])
-def test_the_rows_of_attention_weights_reproduce_its_output(settings, kind, as_keywords):
-    """q, k, v from their rows, attention by hand, then out_proj from its own rows: the module's output."""
+def test_the_rows_of_attention_weights_are_its_arguments_and_those_of_out_proj_give_its_output(
+    settings, kind, as_keywords
+):
+    """In the order of the tensors as they were given."""
     module = nn.MultiheadAttention(8, 2, **settings).eval()
-    with torch.no_grad():
-        for bias in (module.in_proj_bias, module.out_proj.bias):
-            if bias is not None:
-                bias.normal_()
-    given, batch_first = call_arguments(module, kind)
-    call = dict(zip(("query", "key", "value"), given)) if as_keywords else given
-    expected = module(**call)[0] if as_keywords else module(*call)[0]
-
-    layers = {layer.parameter_name: layer for layer in find_layers(module)[0]}
-
-    def rows(name: str) -> Tensor:
-        layer = layers[name]
-        return rows_of(layer, **call) if as_keywords else rows_of(layer, *call)
-
-    def batched(flat: Tensor, like: Tensor) -> Tensor:
-        """Rows are in the order of the input as it was given."""
-        size = like.shape[:2]
-        return flat.unflatten(0, size) if module.batch_first else flat.unflatten(0, size[::-1]).transpose(0, 1)
-
-    if "in_proj_weight" in layers:
-        together = product(layers["in_proj_weight"], rows("in_proj_weight"))  # [3, T, E], shorter ones padded by zeros
-        flat = {letter: together[i][: x.shape[0] * x.shape[1]] for i, (letter, x) in enumerate(zip("qkv", batch_first))}
+    if module.out_proj.bias is not None:
+        nn.init.normal_(module.out_proj.bias)
+    q, k, v = (torch.randn(*lead, width) for lead, width in (((2, 5), 8), ((2, 3), module.kdim), ((2, 3), module.vdim)))
+    given = {"self": (q, q, q), "cross": (q, k, k), "three": (q, k, v)}[kind]
+    if not module.batch_first:  # one tensor stays one tensor
+        turned = {id(x): x.transpose(0, 1) for x in given}
+        given = tuple(turned[id(x)] for x in given)
+    args, kwargs = ((), dict(zip(("query", "key", "value"), given))) if as_keywords else (given, {})
+    rows = {layer.name: rows_of(layer, *args, **kwargs) for layer in find_layers(module)[0]}
+    flat = [x.flatten(0, 1) for x in given]
+    if kind == "self":
+        assert torch.equal(rows["in_proj_weight"], flat[0])
+    elif "kdim" not in settings:  # [3, T, E], shorter ones padded by zeros
+        padded = [nn.functional.pad(x, (0, 0, 0, len(flat[0]) - len(x))) for x in flat]
+        assert torch.equal(rows["in_proj_weight"], torch.stack(padded))
     else:
-        flat = {letter: product(layers[f"{letter}_proj_weight"], rows(f"{letter}_proj_weight")) for letter in "qkv"}
-    projected = {letter: batched(flat[letter], x) for letter, x in zip("qkv", batch_first)}
-    value_bias = torch.zeros(())
-    if module.in_proj_bias is not None:
-        q_bias, k_bias, v_bias = module.in_proj_bias.detach().chunk(3)
-        projected["q"], projected["k"] = projected["q"] + q_bias, projected["k"] + k_bias
-        value_bias = v_bias.view(module.num_heads, 1, -1)
-    by_hand = reference_attention(module, projected, value_bias)
-
-    into_out_proj = batched(rows("out_proj.weight"), batch_first[0])
-    torch.testing.assert_close(into_out_proj, by_hand)
-    output = nn.functional.linear(into_out_proj, module.out_proj.weight, module.out_proj.bias)
-    torch.testing.assert_close(output if module.batch_first else output.transpose(0, 1), expected)
+        assert all(torch.equal(rows[f"{letter}_proj_weight"], x) for letter, x in zip("qkv", flat))
+    if module.in_proj_weight is not None:
+        matrix = layer_named(module, "in_proj_weight").matrix(module.in_proj_weight)
+        assert torch.equal(matrix, torch.stack(module.in_proj_weight.chunk(3)))
+    output = nn.functional.linear(rows["out_proj"], module.out_proj.weight, module.out_proj.bias)
+    torch.testing.assert_close(output, module(*args, **kwargs)[0].flatten(0, 1))
 
 
 def test_self_attention_shares_one_set_of_rows_among_q_k_and_v():
@@ -352,23 +301,14 @@ def test_subclasses_are_layers_of_their_base_type(base, sizes, shapes):
     assert {layer.name: layer.matrix(layer.parameter).shape for layer in layers} == shapes
 
 
-def test_linears_that_share_a_weight_are_one_layer_with_twins():
-    model = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4), "c": nn.Linear(4, 4)})
-    model["c"].weight = model["a"].weight
-    layers, others = find_layers(model)
+def test_linears_that_share_a_weight_are_one_layer_with_twins_and_a_module_under_two_names_has_none():
+    first, second, third = (nn.Linear(4, 4) for _ in range(3))
+    third.weight = first.weight
+    layers, others = find_layers(nn.ModuleList([first, second, third, second]))
     assert not others
-    assert [layer.name for layer in layers] == ["a", "b"]
-    assert layers[0].owner is model["a"]
-    assert layers[0].tied_modules == (model["c"],)
-    assert layers[0].hooked_modules == (model["a"], model["c"])
-    assert layers[1].tied_modules == ()
-
-
-def test_a_module_used_under_two_names_is_one_layer():
-    shared = nn.Linear(4, 4)
-    layer = only_layer(nn.Sequential(shared, nn.ReLU(), shared))
-    assert layer.name == "0"
-    assert layer.tied_modules == ()
+    assert [(layer.name, layer.owner) for layer in layers] == [("0", first), ("1", second)]
+    assert [layer.tied_modules for layer in layers] == [(third,), ()]
+    assert [layer.hooked_modules for layer in layers] == [(first, third), (second,)]
 
 
 @pytest.mark.parametrize("embedding_first", [True, False])

@@ -25,6 +25,14 @@ class TwinsAcross(Stacked):
         self.blocks[2].up.weight = self.blocks[0].up.weight
 
 
+class ModuleAcross(Stacked):
+    """Blocks 0 and 2 share the module ``up``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[2].up = self.blocks[0].up
+
+
 class Mixing(Block):
     def __init__(self) -> None:
         super().__init__()

@@ -9,16 +9,17 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
 
-class Tied(nn.Module):
-    """An embedding whose weight is the output head's."""
+class Parts(nn.Module):
+    """Parts by their names, and what ``of(module, x)`` makes of an input."""
 
-    def __init__(self) -> None:
+    def __init__(self, of: Callable[[Any, Tensor], Any], **parts: nn.Module) -> None:
         super().__init__()
-        self.embed, self.hidden, self.head = nn.Embedding(16, 8), nn.Linear(8, 8), nn.Linear(8, 16, bias=False)
-        self.head.weight = self.embed.weight
+        self.of = of
+        for name, part in parts.items():
+            self.add_module(name, part)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.hidden(self.embed(x.abs().mul(4).long() % 16)))
+    def forward(self, x: Tensor) -> Any:
+        return self.of(self, x)
 
 
 class Shared(nn.Module):
@@ -46,73 +47,6 @@ class Scaled(Shared):
         return super().forward(x) * self.scale
 
 
-class Nested(nn.Module):
-    """Layers in lists in dicts in lists, with names that have no letters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts = nn.ModuleList([nn.ModuleDict({"0": nn.Linear(8, 8), "weight": nn.ModuleList([nn.Linear(8, 4)])})])
-
-    def forward(self, x: Tensor) -> Tensor:
-        part: Any = self.parts[0]
-        return part["weight"][0](part["0"](x))
-
-
-class Listed(nn.Module):
-    """Parameters in a list and in a dict, that no module of a known type holds."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.many = nn.ParameterList([nn.Parameter(torch.randn(8, 8)) for _ in range(2)])
-        self.named = nn.ParameterDict({"weight": nn.Parameter(torch.randn(8, 8))})
-        self.last = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(x @ self.many[0] @ self.many[1] @ self.named["weight"])
-
-
-class Attention(nn.Module):
-    def __init__(self, **sizes: int) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(8, 2, batch_first=True, **sizes)
-        self.last = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        other = x[..., : self.attention.kdim]
-        return self.last(self.attention(x[None], other[None], other[None], need_weights=False)[0][0])
-
-
-class Bilinear(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.both, self.last = nn.Bilinear(8, 8, 8), nn.Linear(8, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.both(x, x))
-
-
-class Unused(nn.Module):
-    """A layer that no forward calls."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.used, self.unused = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.used(x)
-
-
-class NamedWeight(nn.Module):
-    """Modules named weight and weight_mask, whose parameter is weight.weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight, self.weight_mask = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.weight_mask(self.weight(x))
-
-
 class Buffers(nn.Module):
     """Two buffers in one storage; ``of_weight``: a buffer that is a part of a weight's memory."""
 
@@ -125,28 +59,6 @@ class Buffers(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layer(x + self.low) * self.high
-
-
-class NoOutputs(nn.Module):
-    """A layer of no outputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.none, self.last = nn.Linear(8, 0), nn.Linear(8, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.cat([self.none(x), self.last(x)], -1)
-
-
-class Outputs(nn.Module):
-    """A dict comes out, with what is no tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> dict[str, Any]:
-        return {"out": self.layer(x), "nested": [x, {"steps": 3}], "nothing": None}
 
 
 class OwnWeight(nn.Linear):
@@ -165,29 +77,6 @@ class MaskName(nn.Linear):
     weight_mask = None
 
 
-class Parent(nn.Module):
-    """A parent that reads its child's weight and never calls the child."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.child, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(F.linear(x, self.child.weight))
-
-
-class Recurrent(nn.Module):
-    """Two matrices in a module of no prunable type."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.LSTMCell(8, 8)
-        self.last = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.layer(x)[0])
-
-
 class Extra(nn.Module):
     """A tensor as extra state, a scalar parameter, and one without entries."""
 
@@ -204,6 +93,45 @@ class Extra(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layer(x) * self.scale + self.shift
+
+
+def _tied() -> nn.Module:
+    """An embedding whose weight is the output head's."""
+    embed, head = nn.Embedding(16, 8), nn.Linear(8, 16, bias=False)
+    head.weight = embed.weight
+
+    def of(m: Any, x: Tensor) -> Tensor:
+        return m.head(m.hidden(m.embed(x.abs().mul(4).long() % 16)))
+
+    return Parts(of, embed=embed, hidden=nn.Linear(8, 8), head=head)
+
+
+def _listed() -> nn.Module:
+    """Parameters in a list and in a dict, that no module of a known type holds."""
+    many = nn.ParameterList([nn.Parameter(torch.randn(8, 8)) for _ in range(2)])
+    named = nn.ParameterDict({"weight": nn.Parameter(torch.randn(8, 8))})
+
+    def of(m: Any, x: Tensor) -> Tensor:
+        return m.last(x @ m.many[0] @ m.many[1] @ m.named["weight"])
+
+    return Parts(of, many=many, named=named, last=nn.Linear(8, 8))
+
+
+def _attention(**sizes: int) -> nn.Module:
+    def of(m: Any, x: Tensor) -> Tensor:
+        other = x[None, ..., : m.attention.kdim]
+        return m.last(m.attention(x[None], other, other, need_weights=False)[0][0])
+
+    return Parts(of, attention=nn.MultiheadAttention(8, 2, batch_first=True, **sizes), last=nn.Linear(8, 8))
+
+
+def _two(of: Callable[[Any, Tensor], Any]) -> Callable[[], nn.Module]:
+    """What builds a module of two layers, weight and weight_mask, whose parameters are weight.weight and such."""
+    return lambda: Parts(of, weight=nn.Linear(8, 8), weight_mask=nn.Linear(8, 8))
+
+
+def _with_last(of: Callable[[Any, Tensor], Any], first: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    return lambda: Parts(of, first=first(), last=nn.Linear(8, 8))
 
 
 def _convs(*layers: nn.Module) -> Callable[[Tensor], Tensor]:
@@ -231,32 +159,43 @@ def _in_one_memory(*, overlap: bool) -> nn.Module:
     return model
 
 
+def _expanded() -> nn.Module:
+    layer = nn.Linear(8, 8)
+    layer.weight = nn.Parameter(torch.randn(1, 8).expand(8, 8))
+    return layer
+
+
 # model -> what builds it, from nothing but the generator of torch
 ROUND_TRIPS: dict[str, Callable[[], Any]] = {
     "one layer": lambda: nn.Linear(8, 8),
-    "tied embedding": Tied,
+    "tied embedding": _tied,
     "shared weight": Shared,
     "one module under two names": lambda: Shared(whole=True),
     "parts and a parameter": lambda: nn.Sequential(Scaled()),
     "module called twice": lambda: nn.Sequential(*[nn.Linear(8, 8)] * 2),
-    "nested containers": Nested,
-    "lists of parameters": Listed,
+    "nested containers": lambda: Parts(
+        lambda m, x: m.parts[0]["weight"][0](m.parts[0]["0"](x)),
+        parts=nn.ModuleList([nn.ModuleDict({"0": nn.Linear(8, 8), "weight": nn.ModuleList([nn.Linear(8, 4)])})]),
+    ),
+    "lists of parameters": _listed,
     "grouped conv": lambda: _convs(nn.Conv1d(8, 16, 1, groups=2), nn.Conv1d(16, 8, 1, bias=False)),
     "depthwise conv": lambda: _convs(nn.Conv1d(8, 8, 1, groups=8), nn.Conv1d(8, 8, 1)),
     "transposed conv": lambda: _convs(nn.ConvTranspose1d(8, 8, 3, groups=2), nn.Conv1d(8, 8, 3)),
-    "attention": Attention,
-    "attention of other sizes": lambda: Attention(kdim=4, vdim=4),
-    "bilinear": Bilinear,
-    "unused layer": Unused,
+    "attention": _attention,
+    "attention of other sizes": lambda: _attention(kdim=4, vdim=4),
+    "bilinear": _with_last(lambda m, x: m.last(m.first(x, x)), lambda: nn.Bilinear(8, 8, 8)),
+    "unused layer": _two(lambda m, x: m.weight_mask(x)),
     "parametrized": lambda: nn.Sequential(weight_norm(nn.Linear(8, 8)), nn.Linear(8, 8)),
     "buffers in one storage": Buffers,
     "weights in one storage": lambda: _in_one_memory(overlap=False),
-    "a layer without outputs": NoOutputs,
-    "modules named weight": NamedWeight,
-    "a dict comes out": Outputs,
+    "a layer without outputs": _with_last(lambda m, x: torch.cat([m.first(x), m.last(x)], -1), lambda: nn.Linear(8, 0)),
+    "modules named weight": _two(lambda m, x: m.weight_mask(m.weight(x))),
+    "a dict comes out, with what is no tensor": _two(
+        lambda m, x: {"out": m.weight(x), "nested": [m.weight_mask(x), {"steps": 3}], "nothing": None}
+    ),
     "forward changes the weight": lambda: nn.Sequential(OwnWeight(8, 8), nn.Linear(8, 8)),
-    "parent reads the weight": Parent,
-    "recurrent cell": Recurrent,
+    "parent reads the weight": _two(lambda m, x: m.weight_mask(F.linear(x, m.weight.weight))),
+    "recurrent cell": _with_last(lambda m, x: m.last(m.first(x)[0]), lambda: nn.LSTMCell(8, 8)),
     "extra state": Extra,
     "by columns": _transposed,
     "frozen": lambda: nn.Linear(8, 8).requires_grad_(False),
@@ -281,5 +220,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: _in_one_memory(overlap=True),
         "layer '0' and the parameter '1.weight' share memory: make them one Parameter",
     ),
+    "expanded": (_expanded, "its weights share memory: clone it"),
     "on meta": (lambda: nn.Linear(8, 8, device="meta"), "on the meta device"),
 }

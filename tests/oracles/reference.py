@@ -5,7 +5,6 @@ from decimal import ROUND_HALF_EVEN, Decimal
 from fractions import Fraction
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -104,18 +103,6 @@ def output_error(weight: Tensor, pruned: Tensor, inputs: Tensor) -> float:
     """||X (W - Q)^T||^2 / ||X W^T||^2, from the inputs [T, C] themselves."""
     weight, pruned, inputs = weight.double(), pruned.double(), inputs.double()
     return float((inputs @ (weight - pruned).mT).square().sum() / (inputs @ weight.mT).square().sum())
-
-
-def conv2d_gram(conv: torch.nn.Conv2d, x: Tensor) -> Tensor:
-    """Gram matrix of a zero-padded Conv2d's unfolded inputs, [groups, K * I, K * I], input channels innermost."""
-    columns = F.unfold(x, conv.kernel_size, conv.dilation, conv.padding, conv.stride)  # [B, channels * K, positions]
-    kernel = conv.kernel_size[0] * conv.kernel_size[1]
-    per_group = conv.in_channels // conv.groups
-    grams = []
-    for group in columns.unflatten(1, (conv.groups, per_group, kernel)).unbind(1):  # [B, I, K, positions]
-        rows = group.permute(0, 3, 2, 1).reshape(-1, kernel * per_group).double()
-        grams.append(rows.T @ rows)
-    return torch.stack(grams)
 
 
 def drawn_loss(logits: Tensor, number: int) -> Tensor:

@@ -1,6 +1,7 @@
 """What goes wrong, and what is left of the model then; and models that are made sparse more than once."""
 
 import signal
+from typing import Any
 
 import pytest
 import torch
@@ -122,6 +123,10 @@ SPOILT = [
     (_replaced(mask=lambda m: m & False, weight=lambda w: w * 0), "mask breaks pattern 2:4 in 128 places"),
     (lambda solution, _: None, "it is a NoneType, not a modelopt_sparse.Solution"),
     (lambda solution, _: solution.mask, "it is a Tensor, not a modelopt_sparse.Solution"),
+    (
+        lambda solution, weight: mts.Solution(weight.mul_(solution.mask), solution.mask, 0.0),
+        "it was written to the dense weight, which the steps after it need: clone that first",
+    ),
 ]
 
 
@@ -153,19 +158,24 @@ def test_a_method_that_fails_is_named_with_its_layer():
     refused(mts.sparsify, tiny_llama(), InPlace(), parts=[f"layer '{NAMES[0]}': after the damage"])
 
 
-def test_a_method_without_a_name_or_an_error_of_its_own():
-    """It goes by its class; an error that it does not know is left empty, as NaN is no JSON."""
+def test_a_method_without_a_name_or_an_error_of_its_own(tmp_path):
+    """It goes by its class; an error that it does not know is left empty, as NaN is no JSON, a tensor is a number."""
 
     class Unmeasured(mts.Method):
+        error: Any = float("nan")
+
         def solve(self, weight, state, pattern, options):
             mask = pattern.mask(weight.abs())
-            return mts.Solution(weight.masked_fill(~mask, 0), mask, float("nan"))
+            return mts.Solution(weight.masked_fill(~mask, 0), mask, self.error)
 
     report = mts.report(mts.sparsify(tiny_llama(), Unmeasured()))
     assert {(layer.recipe, layer.error) for layer in report.layers} == {("Unmeasured", None)}
     assert "NaN" not in report.to_json()
     assert "nan" not in str(report)
     assert "Error:" not in str(report)
+    Unmeasured.error = torch.tensor(0.25)
+    mts.save(mts.sparsify(tiny_llama(), Unmeasured()), tmp_path)
+    assert {layer.error for layer in mts.report(tmp_path).layers} == {0.25}
 
 
 # stopped in the middle ----------------------------------------------------------------------------------------------
