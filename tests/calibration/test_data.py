@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 from transformers import BatchEncoding
 
 import modelopt_sparse as mts
@@ -30,6 +30,19 @@ def _run_all(batches: list[Tensor], model: nn.Module) -> None:
         model(input_ids=batch)
 
 
+class Endless(Dataset):
+    """Its length alone says where it ends."""
+
+    def __init__(self, batches: list[Tensor]) -> None:
+        self.batches = batches
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.batches[index % len(self)]
+
+
 IDS = torch.arange(3, 15).view(2, 6)
 FORMS = {
     "tensors": lambda x: {"data_loader": x},
@@ -42,6 +55,7 @@ FORMS = {
     "dicts with a full mask": lambda x: {
         "data_loader": [{"input_ids": batch, "attention_mask": torch.ones_like(batch)} for batch in x]
     },
+    "a Dataset": lambda x: {"data_loader": Endless(x)},
     "generator": lambda x: {"data_loader": (batch for batch in x)},
     "tuples with keywords last": lambda x: {"data_loader": [(batch, {"use_cache": False}) for batch in x]},
     "collect_func, tensors": lambda x: {"data_loader": x, "collect_func": lambda batch: batch},

@@ -138,6 +138,7 @@ REFUSED = [
     ({"collect_func": len}, ALONE),
     ({"collect_func": len, "forward_loop": print}, ALONE),
     ({"data_loader": 5}, "data_loader is a int: give an iterable of batches"),
+    ({"data_loader": {"input_ids": torch.ones(2, 8)}}, "data_loader is a dict: give an iterable of batches"),
     ({"forward_loop": "loop"}, "forward_loop is a str: it must be callable"),
     ({"collect_func": 3, "data_loader": []}, "collect_func is a int: it must be callable"),
     ({"include": 5}, "include=5: give a glob of layer names, or a list of them"),
