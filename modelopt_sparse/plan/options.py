@@ -651,7 +651,7 @@ def _check_types(config: SparsifyConfig) -> None:
     data = config.data_loader
     if data is not None and (isinstance(data, (Mapping, str)) or not isinstance(data, (Iterable, Dataset))):
         raise TypeError(f"data_loader is a {type(data).__name__}: give an iterable of batches")
-    for name in ("collect_func", "forward_loop"):
+    for name in ("collect_func", "forward_loop", "tokenizer", "processor"):
         if (value := getattr(config, name)) is not None and not callable(value):
             raise TypeError(f"{name} is a {type(value).__name__}: it must be callable")
     if isinstance(config.data, str) and not config.writes_its_data and not is_data_set(config.data):
