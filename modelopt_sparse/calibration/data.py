@@ -434,7 +434,7 @@ def _column(data: Any, names: Sequence[str]) -> Any:
 
 def _in_file(path: Path) -> list[Any]:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # without the mark of some editors
     except UnicodeDecodeError as error:
         raise ValueError(f"data {str(path)!r} is no text in UTF-8 (byte {error.start}): give a .txt file") from None
     if path.suffix != ".jsonl":
