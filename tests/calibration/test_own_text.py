@@ -576,6 +576,11 @@ def test_a_file_is_written_and_read_as_data(tmp_path, trained, data):
     assert len(lines) == 3
     assert len(set(lines)) == 3
     mts.sparsify(model, "wanda", **{**text, "data": path, "num_samples": 2}, progress=False)
-    with pytest.raises(ValueError, match="is no causal language model"):
-        mts.write_text(nn.Linear(2, 2), tmp_path / "no.jsonl", windows=3, **text)
-    assert not (tmp_path / "no.jsonl").exists()
+    for other, file, windows, words in (
+        (nn.Linear(2, 2), "no.jsonl", 3, "is no causal language model"),
+        (model, "no.jsonl", 0, "windows=0: must be a positive whole number"),
+        (model, "nowhere/no.jsonl", 3, "there is no folder '.*nowhere': make it first"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            mts.write_text(other, tmp_path / file, windows=windows, **text)
+    assert [path.name for path in tmp_path.iterdir()] == ["own.jsonl"]
