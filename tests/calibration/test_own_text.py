@@ -352,15 +352,6 @@ def test_the_run_is_that_on_the_same_batches_given_by_hand():
     assert_same_state(ours, state_of(by_hand))
 
 
-def test_padding_is_no_prompt():
-    ids = torch.arange(24).reshape(2, 12)
-    mask = torch.ones(2, 12, dtype=torch.long)
-    mask[0, :4] = 0
-    rows = own_text.token_rows([Call((), {"input_ids": ids, "attention_mask": mask}), Call((ids,), {})])
-    assert [len(row) for row in rows] == [8, 12, 12, 12]
-    assert rows[0].tolist() == list(range(4, 12))
-
-
 def test_text_of_one_token_is_noticed():
     model = tiny_llama()
     with torch.no_grad():
