@@ -438,7 +438,7 @@ def _merged(ways: Iterable[Sequence[int]]) -> list[int]:
     pairs = {pair for way in ways for pair in pairwise(dict.fromkeys(way))}
     order, left = [], [*dict.fromkeys(chain(*ways))]
     while left:
-        free = (stop for stop in left if not any((other, stop) in pairs for other in left))
+        free = (stop for stop in left if not any((earlier, stop) in pairs for earlier in left))
         order.append(next(free, left[0]))
         left.remove(order[-1])
     return order
