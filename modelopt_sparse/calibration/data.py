@@ -12,6 +12,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 from modelopt_sparse.model.devices import (
     dense_rows,
@@ -82,6 +83,8 @@ def load_calls(config: SparsifyConfig, model: nn.Module, notes: list[str]) -> li
     else:
         assert config.data_loader is not None
         batches = config.data_loader
+        if isinstance(batches, Dataset) and isinstance(batches, Sized):  # an index past its end may be no error
+            batches = map(batches.__getitem__, range(len(batches)))
     take = config.collect_func or (lambda batch: batch)
     as_calls = (_as_call(take(batch), config, model, notes) for batch in islice(batches, config.max_batches))
     calls = [Call(*map_batch(_copied, (call.args, call.kwargs))) for call in as_calls]
@@ -431,7 +434,7 @@ def _column(data: Any, names: Sequence[str]) -> Any:
 
 def _in_file(path: Path) -> list[Any]:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # without the mark of some editors
     except UnicodeDecodeError as error:
         raise ValueError(f"data {str(path)!r} is no text in UTF-8 (byte {error.start}): give a .txt file") from None
     if path.suffix != ".jsonl":

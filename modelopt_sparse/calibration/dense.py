@@ -7,13 +7,13 @@ from it, each with its layers.
 
 import hashlib
 import math
-from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from fractions import Fraction
 from functools import partial
-from itertools import groupby, pairwise
+from itertools import chain, groupby, pairwise
 from typing import Any
 
 import torch
@@ -432,17 +432,14 @@ def _agree(dense: DenseRun) -> None:
         run.report.calibration["sha256"] = hashlib.sha256(together.encode()).hexdigest()
 
 
-def _merged(ways: Any) -> list[int]:
+def _merged(ways: Iterable[Sequence[int]]) -> list[int]:
     """Merge ways into one order of all their stops; each way follows it, if there is such an order."""
-    order: list[int] = []
-    for way in ways:
-        index = 0
-        for stop in way:
-            if stop in order:
-                index = order.index(stop) + 1
-            else:
-                order.insert(index, stop)
-                index += 1
+    pairs = {pair for way in ways for pair in pairwise(dict.fromkeys(way))}
+    order, left = [], [*dict.fromkeys(chain(*ways))]
+    while left:
+        free = (stop for stop in left if not any((earlier, stop) in pairs for earlier in left))
+        order.append(next(free, left[0]))
+        left.remove(order[-1])
     return order
 
 

@@ -21,14 +21,14 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from modelopt_sparse.calibration.data import Call, batch_rows, chat_prompts, is_label, text_windows
-from modelopt_sparse.checks import grouped
+from modelopt_sparse.checks import check_whole, grouped
 from modelopt_sparse.distributed import Processes
 from modelopt_sparse.model.devices import flat_tensors, input_device, is_out_of_memory, map_tensors
 from modelopt_sparse.model.find import model_inside
 from modelopt_sparse.model.hf import adds_text, cache_name, default_seq_len, redraws_text, text_config_of, writes_text
 from modelopt_sparse.model.output import drawn
 from modelopt_sparse.plan.options import OWN_WINDOWS, SELF, SparsifyConfig
-from modelopt_sparse.reports.text import write_whole
+from modelopt_sparse.reports.text import refuse_no_folder, write_whole
 from modelopt_sparse.run import Run, calibrating
 
 # token by token -------------------------------------------------------------------------------------------------------
@@ -276,6 +276,8 @@ def write_text(
     """
     network, path = model_inside(model), Path(file)
     config = SparsifyConfig(data=data, tokenizer=tokenizer, num_samples=num_samples, seq_len=seq_len, seed=seed)
+    check_whole("windows", windows)
+    refuse_no_folder(path)
     refuse_to_write(network, "write_text")
     with calibrating(network):
         if config.writes_its_data:

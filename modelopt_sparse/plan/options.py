@@ -648,9 +648,10 @@ def _check_types(config: SparsifyConfig) -> None:
     if config.self_data not in [*OWN_WINDOWS] and not is_whole(config.self_data, 0):
         allowed = " or ".join(map(repr, OWN_WINDOWS))
         raise ValueError(f"self_data={shown(config.self_data)}: must be a number of windows of text, 0, {allowed}")
-    if config.data_loader is not None and not isinstance(config.data_loader, (Iterable, Dataset)):
-        raise TypeError(f"data_loader is a {type(config.data_loader).__name__}: give an iterable of batches")
-    for name in ("collect_func", "forward_loop"):
+    data = config.data_loader
+    if data is not None and (isinstance(data, (Mapping, str)) or not isinstance(data, (Iterable, Dataset))):
+        raise TypeError(f"data_loader is a {type(data).__name__}: give an iterable of batches")
+    for name in ("collect_func", "forward_loop", "tokenizer", "processor"):
         if (value := getattr(config, name)) is not None and not callable(value):
             raise TypeError(f"{name} is a {type(value).__name__}: it must be callable")
     if isinstance(config.data, str) and not config.writes_its_data and not is_data_set(config.data):

@@ -33,7 +33,7 @@ from torch import Tensor
 from modelopt_sparse.checks import grouped
 from modelopt_sparse.reports.evaluate import TaskScore, task_scores
 from modelopt_sparse.reports.report import Report
-from modelopt_sparse.reports.text import product_of, steps_text, write_whole
+from modelopt_sparse.reports.text import product_of, refuse_no_folder, steps_text, write_whole
 from modelopt_sparse.reports.values import ERROR_FROM, LayerReport, Shrunk, in_words
 
 NO_PLOTLY = 'the HTML report draws with plotly, which is not installed: pip install "modelopt-sparse[report]"'
@@ -63,8 +63,7 @@ def write_page(
 ) -> Path:
     """Write the page of one report, or of two side by side, and return its path. See `Report.to_html`."""
     path = checked_page(path)
-    if not path.resolve().parent.is_dir():
-        raise ValueError(f"{str(path)!r}: there is no folder {str(path.parent)!r}: make it first, or give another path")
+    refuse_no_folder(path)
     for name, mask in masks.items():
         if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
             raise ValueError(f"mask {name!r} is no bool tensor: give those of modelopt_sparse.named_masks")

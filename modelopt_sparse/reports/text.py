@@ -64,6 +64,12 @@ def in_one_piece(path: Path) -> Iterator[Path]:
         unfinished.unlink(missing_ok=True)
 
 
+def refuse_no_folder(path: Path) -> None:
+    """Raise ValueError for a file that is to be written where there is no folder."""
+    if not path.resolve().parent.is_dir():
+        raise ValueError(f"{str(path)!r}: there is no folder {str(path.parent)!r}: make it first, or give another path")
+
+
 def write_whole(path: Path, text: str) -> None:
     """Write a file of text in one piece."""
     with in_one_piece(path) as unfinished:

@@ -36,7 +36,6 @@ NOT_TAKEN = (
 UNSEEN = "3 layers saw no calibration data: blocks.0.spare; blocks.1.spare; blocks.2.spare: give data that reaches them"
 NO_IMAGES = r"12 layers saw no calibration data: model.vision_tower.*give data that reaches them \(images, if they take"
 NUMPY = NOT_TAKEN.format(r"numpy int64 \[2, 16\].*: TypeError: .* not numpy.ndarray")
-NANS = {"data_loader": [*vectors(), torch.full_like(vectors()[0], torch.nan)]}
 REFUSED = {
     "no batches": (tiny_llama, {"data_loader": []}, NO_BATCH),
     "used up": (tiny_llama, {"data_loader": iter(())}, NO_BATCH),
@@ -46,7 +45,6 @@ REFUSED = {
     "unknown tokens": (tiny_llama, behind({"input_ids": torch.full((2, 9), 999)}), NOT_TAKEN.format("\\[2, 9\\]")),
     "wrong name": (tiny_llama, behind({"tokens": torch.zeros(2, 7).long()}), NOT_TAKEN.format("\\[2, 7\\]")),
     "image size": (small_vit, {"data_loader": [torch.zeros(1, 3, 8, 8)]}, "ViT.* cannot take calibration batch 0"),
-    "NaN": (Stacked, NANS, "layer 'blocks.0.up': its input holds NaN or inf: check the data"),
     "numpy": (tiny_llama, behind({"input_ids": token_batches()[0].numpy()}), NUMPY),
     "unused layer": (lambda: Stacked(block=Unused), {"data_loader": vectors()}, UNSEEN),
     "only the dtype": (lambda: Stacked(block=Asks), {"data_loader": vectors()}, UNSEEN),

@@ -20,17 +20,13 @@ from modelopt_sparse.calibration import calls as calls_module
 from modelopt_sparse.calibration.rerun import Needed, Unknown
 from modelopt_sparse.calibration.trial import fingerprint_of, same_fingerprint
 from tests.calibration.collecting import assert_calibrated, collected, thread_state
-from tests.helpers import assert_same_masks, assert_same_state, state_of, tiny_llama, token_batches
+from tests.helpers import Snapshot, assert_same_masks, assert_same_state, state_of, tiny_llama, token_batches
 from tests.models.architectures import ARCHITECTURES
 from tests.models.stacked import STACKED, Block, Inference, Stacked, vectors
 from tests.models.tiny import tiny_t5
-from tests.oracles.brute_force import assert_stats, brute_force
+from tests.oracles.brute_force import assert_stats, brute_force, matrices_of
 
 OPTIONS = {"min_tokens": 1, "progress": False}
-
-
-def hooks_of(model: nn.Module) -> int:
-    return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
 
 
 # what is left as it was -----------------------------------------------------------------------------------------------
@@ -53,25 +49,43 @@ class Failing(Stacked):
 COUNT = [0]
 
 
+def assert_half_done(model: nn.Module, before: Snapshot, blocks_done: int, within: list[str]) -> None:
+    """Flags and hooks as before, the first blocks sparse and valid, the others as they were."""
+    now = Snapshot(model).look
+    done, rest = within[:blocks_done], within[blocks_done:]
+    for (kind, name), value in before.look.items():
+        if kind in ("switches", "flags", "parameter") or name.startswith(tuple(f"{path}." for path in rest)):
+            assert now[kind, name] == value, (kind, name)
+    masks = [name for name, _ in mts.named_masks(model)]
+    assert not any(name.startswith(path) for name in masks for path in rest)
+    for path in done:
+        assert sum(name.startswith(path) for name in masks) == len(matrices_of(model, [path]))
+    if done:
+        assert len(mts.verify(model, "2:4").layers) == len(matrices_of(model, done))
+
+
 @pytest.mark.filterwarnings("ignore:.* is calibrated through the whole model")
 @pytest.mark.parametrize("module", ["stem", "blocks.0", "blocks.2.down"])
 @pytest.mark.parametrize("error", [RuntimeError("broken"), KeyboardInterrupt()], ids=["error", "Ctrl-C"])
 def test_whatever_run_fails_nothing_is_left(module, error):
-    """In the dense run, in the rehearsal, when a block's inputs are collected, in reconstruction."""
+    """In the dense run, in the rehearsal, when a block's inputs are collected, in reconstruction: blocks are sparse or
+    untouched, from first to last."""
     options = {"data_loader": vectors(), "reconstruct": 1, **OPTIONS}
     COUNT[0] = 0
     mts.sparsify(Failing(0, error, module), **options)
-    runs = COUNT[0]
-    for at in sorted({*range(1, min(12, runs), 2), runs // 2, runs}):
+    runs, done = COUNT[0], []
+    for at in range(1, runs + 1, runs // 8):
         COUNT[0] = 0
         model, before = Failing(at, error, module), thread_state()
-        hooks = hooks_of(model)
+        snapshot = Snapshot(model)
         with suppress(ValueError, RuntimeError, KeyboardInterrupt):
             mts.sparsify(model, **options)
-        assert hooks_of(model) == hooks
+        done.append(len({name.split(".")[1] for name, _ in mts.named_masks(model)}))
+        assert_half_done(model, snapshot, done[-1], STACKED)
         assert not any("forward" in vars(block) for block in model.blocks)
         assert thread_state() == before
         assert mts.report(mts.sparsify(model, **options)).sparsity == 0.5
+    assert {0, 2, 3} <= {*done}
 
 
 def test_an_error_between_blocks_shows_the_batch_and_the_users_line():

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import DetrConfig, DetrForObjectDetection, ResNetConfig
 
 import modelopt_sparse as mts
 from modelopt_sparse.methods.scores import Wanda
@@ -99,17 +98,6 @@ def test_the_steps_beside_a_method_leave_dead_channels_their_share(method, more)
             elif "reconstruct" not in more:  # which may tune the units awake
                 stay = weight[:, DEAD] != 0
                 assert torch.equal(weight[:, DEAD], dense[:, DEAD].masked_fill(~stay, 0))
-
-
-def test_detr_whose_decoder_starts_from_zeros_is_sparsified():
-    backbone = ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], out_features=["stage2"])
-    sizes = {f"{side}_{what}": 2 for side in ("encoder", "decoder") for what in ("layers", "attention_heads")}
-    sizes |= {"encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
-    detr = {"backbone_config": backbone, "use_timm_backbone": False, "backbone": None, "use_pretrained_backbone": False}
-    model = DetrForObjectDetection(DetrConfig(**detr, **sizes, d_model=32, num_queries=6))
-    with pytest.warns(UserWarning, match="decoder.layers.0.self_attn.v_proj' saw nothing but zeros"):
-        mts.sparsify(model, "sparsegpt", data_loader=[torch.randn(4, 3, 64, 64)], progress=False)
-    mts.verify(model, "2:4")
 
 
 @pytest.mark.filterwarnings("ignore:layer 'blocks.0.up' saw nothing but zeros:UserWarning")

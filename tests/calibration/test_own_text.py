@@ -352,15 +352,6 @@ def test_the_run_is_that_on_the_same_batches_given_by_hand():
     assert_same_state(ours, state_of(by_hand))
 
 
-def test_padding_is_no_prompt():
-    ids = torch.arange(24).reshape(2, 12)
-    mask = torch.ones(2, 12, dtype=torch.long)
-    mask[0, :4] = 0
-    rows = own_text.token_rows([Call((), {"input_ids": ids, "attention_mask": mask}), Call((ids,), {})])
-    assert [len(row) for row in rows] == [8, 12, 12, 12]
-    assert rows[0].tolist() == list(range(4, 12))
-
-
 def test_text_of_one_token_is_noticed():
     model = tiny_llama()
     with torch.no_grad():
@@ -576,6 +567,11 @@ def test_a_file_is_written_and_read_as_data(tmp_path, trained, data):
     assert len(lines) == 3
     assert len(set(lines)) == 3
     mts.sparsify(model, "wanda", **{**text, "data": path, "num_samples": 2}, progress=False)
-    with pytest.raises(ValueError, match="is no causal language model"):
-        mts.write_text(nn.Linear(2, 2), tmp_path / "no.jsonl", windows=3, **text)
-    assert not (tmp_path / "no.jsonl").exists()
+    for other, file, windows, words in (
+        (nn.Linear(2, 2), "no.jsonl", 3, "is no causal language model"),
+        (model, "no.jsonl", 0, "windows=0: must be a positive whole number"),
+        (model, "nowhere/no.jsonl", 3, "there is no folder '.*nowhere': make it first"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            mts.write_text(other, tmp_path / file, windows=windows, **text)
+    assert [path.name for path in tmp_path.iterdir()] == ["own.jsonl"]

@@ -49,12 +49,6 @@ def test_masks_by_position_in_a_loop_and_of_any_dtype_count_as_well(by):
     assert_same(collected(tiny_llama(), **MASKS_BY[by]), collected(tiny_llama(), data_loader=padded()))
 
 
-def test_a_mask_to_multiply_with_is_one_of_tokens():
-    batches = [{**batch, "attention_mask": batch["attention_mask"][..., None]} for batch in padded()]
-    stats = collected(Ids(in_key), ID_BLOCKS, data_loader=batches, collect_func=lambda batch: (batch,))
-    assert {layer.tokens for layer in stats.values()} == {PADDED_ROWS}
-
-
 def test_cross_attention_takes_the_mask_of_the_encoder_even_when_both_are_equally_long():
     """Keys and values are of encoder tokens, all else in the decoder of its own."""
     model = ARCHITECTURES["t5"].build()
@@ -136,17 +130,6 @@ def test_a_decoder_without_a_mask_has_no_padding_whatever_the_modules_around_it_
     blocks = ["inner.encoder.layers.0", "inner.decoder.layers.0"]
     for name, stats in collected(Around().eval(), blocks, data_loader=[batch]).items():
         assert stats.tokens == (MASK.sum() if name.startswith(blocks[0]) else 8), name
-
-
-@pytest.mark.parametrize("length", [7, 3], ids=["longer than the batch", "as long as the batch"])
-def test_tokens_may_come_before_the_batch(length):
-    """torch's default: inputs [sequence, batch, width] with masks [batch, sequence]."""
-    _, mask = ragged(3, length, "right", 0)
-    batch = {"src": torch.randn(length, 3, 16), "src_key_padding_mask": mask == 0}
-    blocks = ["layers.0", "layers.1"]
-    model, dense = (OfTorch(batch_first=False).encoder.eval() for _ in range(2))
-    found = collected(model, blocks, data_loader=[batch], sequential="none")
-    assert_stats(found, brute_force(dense, [batch], blocks, lambda batch, name: mask.bool().T))
 
 
 # masks that lie deeper in the arguments, or are made inside -----------------------------------------------------------

@@ -43,12 +43,12 @@ def test_text_is_cut_into_windows_without_special_tokens(tokenizer, text):
 
 def test_text_files_give_what_their_text_gives(tokenizer, text, tmp_path):
     """A .txt file is one document, a .jsonl file has one per line; documents are joined by the end-of-text token. Of
-    the characters that end lines in Unicode JSON text may hold all but two."""
+    the characters that end lines in Unicode JSON text may hold all but two. Some editors begin files with a mark."""
     text = text.replace("def ", "d\u2028\x85f ")
     model, documents = text_llama(tokenizer), [text[:700], text[700:]]
-    (tmp_path / "a.txt").write_text(text, encoding="utf-8")
+    (tmp_path / "a.txt").write_text(text, encoding="utf-8-sig")
     lines = [json.dumps({"text": document, "source": "x"}, ensure_ascii=False) + "\n" for document in documents]
-    (tmp_path / "a.jsonl").write_text("".join(lines) + "\n", encoding="utf-8")
+    (tmp_path / "a.jsonl").write_text("".join(lines) + "\n", encoding="utf-8-sig")
     joined = [tokenizer(document, add_special_tokens=False)["input_ids"] for document in documents]
     of_documents = [*joined[0], tokenizer.eos_token_id, *joined[1]]
     whole = tokenizer(text, add_special_tokens=False)["input_ids"]

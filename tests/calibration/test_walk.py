@@ -38,51 +38,33 @@ def test_a_users_own_autocast_is_refused():
         refused(mts.sparsify, tiny_llama(), match="leave it, and give autocast=", data_loader=token_batches())
 
 
-def test_only_one_blocks_statistics_are_alive_at_a_time():
+@pytest.mark.parametrize("sequential", ["block", "stage", "none"])
+def test_only_one_blocks_statistics_are_alive_at_a_time_and_only_one_layers_solution(sequential):
     """While a block, or with "stage" a stage, is collected, nothing is left of what was collected before it."""
-    alive: list[weakref.ref] = []
-    leftover = []
+    grams: list[weakref.ref] = []
+    solutions: list[weakref.ref] = []
 
-    class Watching(Recording):
+    def left(*_: object, of: list[weakref.ref] = grams) -> None:
+        assert not any(reference() is not None for reference in of)
+
+    class Watched(Wanda):
+        name, needs = "watched", "gram"
+
         def prepare(self, stats, options):
-            alive.append(weakref.ref(stats.gram))
-            return stats
+            grams.append(weakref.ref(stats.gram))
+            return super().prepare(stats, options)
 
         def solve(self, weight, state, pattern, options):
+            left(of=solutions)
             solution = super().solve(weight, state, pattern, options)
-            self.seen.clear()
+            solutions.extend([weakref.ref(solution.weight), weakref.ref(solution.mask)])
             return solution
 
     model = tiny_llama(num_hidden_layers=3)
     for block in model.model.layers:
-        block.mlp.down_proj.register_forward_pre_hook(
-            lambda *_: leftover.append(sum(reference() is not None for reference in alive))
-        )
-    for sequential in ("block", "stage", "none"):
-        alive.clear()
-        leftover.clear()
-        mts.sparsify(model, Watching(), data_loader=token_batches(), sequential=sequential, progress=False)
-        assert len(alive) == 12
-        assert max(leftover) == 0, sequential
-
-
-@pytest.mark.parametrize("sequential", ["block", "stage"])
-def test_a_solution_is_not_held_while_the_next_layer_is_solved(sequential):
-    alive: list[weakref.ref] = []
-    leftover: list[int] = []
-
-    class Watched(Wanda):
-        name = "watched"
-
-        def solve(self, weight, state, pattern, options):
-            leftover.append(sum(reference() is not None for reference in alive))
-            solution = super().solve(weight, state, pattern, options)
-            alive.extend([weakref.ref(solution.weight), weakref.ref(solution.mask)])
-            return solution
-
-    mts.sparsify(tiny_llama(), Watched(), data_loader=token_batches(), sequential=sequential, progress=False)
-    assert len(leftover) == 14
-    assert max(leftover) == 0
+        block.mlp.down_proj.register_forward_pre_hook(left)
+    mts.sparsify(model, Watched(), data_loader=token_batches(), sequential=sequential, progress=False)
+    assert (len(grams), len(solutions)) == (3 * 4, 3 * 7 * 2)
 
 
 @pytest.mark.parametrize("sequential", ["block", "none"])

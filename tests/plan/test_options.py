@@ -104,7 +104,7 @@ INSTEAD |= dict.fromkeys(("constraints", "effective_bits", "target_size"), "give
 # what is refused ------------------------------------------------------------------------------------------------------
 
 
-TEXT = {"data": ["text"], "tokenizer": object()}
+TEXT = {"data": ["text"], "tokenizer": print}
 ALONE = "collect_func turns batches of data_loader into inputs; give data_loader as well"
 LOOP = "max_batches counts batches of data_loader or text; a forward_loop ends where it ends"
 REFUSED = [
@@ -138,7 +138,10 @@ REFUSED = [
     ({"collect_func": len}, ALONE),
     ({"collect_func": len, "forward_loop": print}, ALONE),
     ({"data_loader": 5}, "data_loader is a int: give an iterable of batches"),
+    ({"data_loader": {"input_ids": torch.ones(2, 8)}}, "data_loader is a dict: give an iterable of batches"),
     ({"forward_loop": "loop"}, "forward_loop is a str: it must be callable"),
+    ({**TEXT, "tokenizer": "name"}, "tokenizer is a str: it must be callable"),
+    ({"data": [1], "processor": "name"}, "processor is a str: it must be callable"),
     ({"collect_func": 3, "data_loader": []}, "collect_func is a int: it must be callable"),
     ({"include": 5}, "include=5: give a glob of layer names, or a list of them"),
     ({"exclude": [nn.Linear]}, "exclude=.*Linear.*: give a glob of layer names, or a list of them"),
