@@ -232,9 +232,10 @@ def move_in(finished: Path, folder: Path, names: Collection[str]) -> None:
     for name in sorted(to_move, key=lambda name: name in ENTRIES):
         if (folder / name).is_dir() and not (folder / name).is_symlink():
             shutil.rmtree(folder / name)
-        elif (finished / name).is_dir():
+        elif (folder / name).is_dir() or (finished / name).is_dir():
             (folder / name).unlink(missing_ok=True)
-        (finished / name).replace(folder / name)
+        shutil.move(finished / name, folder / name)  # a copy, if the folder is a file system of its own (a volume)
+        sync(folder / name)
 
 
 def _is_of_transformers(config: Path) -> bool:
