@@ -246,6 +246,13 @@ def test_load_returns_the_model_alone(saved):
         mts.load(saved("llama"), output_loading_info=True)
 
 
+def test_load_refuses_to_leave_sparse_layers_on_disk(saved, tmp_path):
+    places = {"model.embed_tokens": "cpu", "model.layers.0": "disk", "model.layers.1": "cpu", "model.norm": "cpu"}
+    places |= {"model.rotary_emb": "cpu", "lm_head": "cpu"}
+    with pytest.raises(ValueError, match=f"'{WEIGHT}' is offloaded to disk: .* no disk in device_map"):
+        mts.load(saved("llama"), device_map=places, offload_folder=tmp_path)
+
+
 def test_files_that_no_weights_are_read_from_are_not_looked_at(broken):
     """What docs/format.md says of files that sparsity.json does not list."""
     folder = broken("llama")
