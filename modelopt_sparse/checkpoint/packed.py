@@ -106,8 +106,8 @@ class PackedFile:
         values = self._file.get_tensor(name)
         if name not in self._places:
             return values
-        dense, words = torch.zeros(math.prod(self.shapes[name]), dtype=WORDS[values.element_size()]), _words(values)
-        done = 0
+        words, done = _words(values), 0
+        dense = torch.zeros(math.prod(self.shapes[name]), dtype=WORDS[values.element_size()], device="cpu")
         for part, places in _set_places(self._bits(name), len(dense)):
             dense.numpy()[part][places] = words[done : done + len(places)]
             done += len(places)
