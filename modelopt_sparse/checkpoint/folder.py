@@ -25,8 +25,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import PreTrainedModel
-from transformers.utils import CHAT_TEMPLATE_DIR
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.utils import CHAT_TEMPLATE_DIR, GENERATION_CONFIG_NAME
 from transformers.utils.hub import cached_file, snapshot_download
 
 from modelopt_sparse.reports.report import Report, library_versions
@@ -496,6 +496,11 @@ def refuse_adapter(folder: Path) -> None:
     if (folder / ADAPTER).is_file():
         problem = f"holds {ADAPTER}, an adapter that transformers adds to the weights"
         raise ValueError(f"{str(folder)!r} {problem}: move it to another folder, or merge it first")
+
+
+def generation_of(folder: Path) -> GenerationConfig | None:
+    """The generation config of a folder, if it has one. Raises OSError if it is broken: models would go without it."""
+    return GenerationConfig.from_pretrained(folder) if (folder / GENERATION_CONFIG_NAME).is_file() else None
 
 
 def is_packed(folder: Path) -> bool:

@@ -246,6 +246,14 @@ def test_load_returns_the_model_alone(saved):
         mts.load(saved("llama"), output_loading_info=True)
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_generation_config_that_cannot_be_read_is_no_empty_one(tmp_path, packed):
+    mts.save(sparse("llama"), tmp_path, packed=packed)
+    (tmp_path / "generation_config.json").write_text('{"max_new_')
+    with pytest.raises(OSError, match=r"generation_config\.json' is not a valid JSON file"):
+        mts.load(tmp_path)
+
+
 def test_load_refuses_to_leave_sparse_layers_on_disk(saved, tmp_path):
     places = {"model.embed_tokens": "cpu", "model.layers.0": "disk", "model.layers.1": "cpu", "model.norm": "cpu"}
     places |= {"model.rotary_emb": "cpu", "lm_head": "cpu"}
