@@ -553,8 +553,8 @@ def copy_companions(source: Path, folder: Path) -> list[str]:
             continue
         if path.name.startswith("."):
             left.append(f"{name} (hidden)")
-        elif not any(path.resolve().is_relative_to(home) for home in homes):
-            left.append(f"{name} (a link that leaves the folder)")
+        elif not path.exists() or not any(path.resolve().is_relative_to(home) for home in homes):
+            left.append(f"{name} (a link to nothing, or out of the folder)")
         elif path.is_dir():
             left.append(f"{name} (a folder)")
         elif NOT_COPIED.search(path.name):

@@ -167,14 +167,17 @@ def test_what_travels_with_a_model(tmp_path):
     (source / "onnx").mkdir()
     (templates / "tool_use.jinja").write_text("{{ tools }}")
     (templates / "rag.jinja").symlink_to("../../id_rsa")
+    (source / "gone.md").symlink_to("nowhere.md")
     (templates / ".env.jinja").write_text("a secret")
     for name in ("old.bin", "old.H5", ".env", "model.safetensors", "mtp.safetensors"):
         (source / name).write_text("weights of another format, or a secret")
+    link, other = "a link to nothing, or out of the folder", "weights of another format"
+    left = {".env": "hidden", "NOTICE": link, f"{templates.name}/.env.jinja": "hidden"}
+    left |= {f"{templates.name}/rag.jinja": link, "gone.md": link, "mtp.safetensors": "other weights"}
+    left |= {"old.H5": other, "old.bin": other, "onnx": "a folder"}
     assert copy_companions(source, folder) == [
         f"copied from the source: {', '.join(sorted([*COPIED, tool_use]))}",
-        "left behind: .env (hidden), NOTICE (a link that leaves the folder), additional_chat_templates/.env.jinja "
-        "(hidden), additional_chat_templates/rag.jinja (a link that leaves the folder), mtp.safetensors (other "
-        "weights), old.H5 (weights of another format), old.bin (weights of another format), onnx (a folder)",
+        f"left behind: {', '.join(f'{name} ({why})' for name, why in left.items())}",
     ]
     there = {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
     assert there == {**dict(zip(COPIED, COPIED)), "README.md": "LICENSE", tool_use: "{{ tools }}"}
