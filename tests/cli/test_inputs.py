@@ -129,7 +129,8 @@ ANCHORS = "include:\n- &a0 [x, x]\n" + "".join(f"- &a{i + 1} [{TEN.replace('{}',
         ("plan {llama} --dtype int4", "--dtype int4: allowed are auto, float32, bfloat16, float16"),
         ("plan {llama} --device nonsense", "device 'nonsense' is not known: Expected one of cpu, cuda"),
         ("sparsify {llama} --out x --device nonsense", "--device nonsense: Expected one of cpu, cuda"),
-        ("plan {llama} --config nowhere.yaml", "--config 'nowhere.yaml' is not a file"),
+        ("plan {llama} --config nowhere.yaml", "--config 'nowhere.yaml' cannot be read as YAML: [Errno 2] No such"),
+        ("plan {llama} --config {bytes}", "bytes.yaml' cannot be read as YAML: 'utf-8' codec can't decode byte 0x80"),
         ("plan {llama} --config {unknown}", "option 'dampin' is not known, did you mean 'damping'?"),
         ("plan {llama} --config {list}", "must hold a mapping of options"),
         ("plan {llama} --config {broken}", "broken.yaml' is not YAML: mapping values are not allowed here"),
@@ -165,6 +166,8 @@ def test_wrong_input_is_one_clear_line_and_exit_code_2(run, work, sparse, argume
     for name, content in {"unknown": "dampin: 1\n", "list": "- 1\n", "broken": "a\nb: c\n", "anchors": ANCHORS}.items():
         places[name] = work / f"{name}.yaml"
         places[name].write_text(content)
+    places["bytes"] = work / "bytes.yaml"
+    places["bytes"].write_bytes(b"\x80\x04pickled")
     done = run(*arguments.format(**places).split())
     done.wrong(message)
     assert len(done.err.splitlines()) == 1
