@@ -99,13 +99,14 @@ def test_a_folder_that_is_a_mounted_volume_is_written_to(tmp_path, monkeypatch, 
     mts.save(sparse("llama"), out, companions=[AutoTokenizer.from_pretrained(TESTBED / "tiny-llama")])
     before = files_of(out)
     tiny_llama().save_pretrained(tmp_path / "dense")
+    replace = os.replace
+
+    def across(source: Any, target: Any) -> None:
+        if Path(target).parent == out:
+            raise OSError(errno.EXDEV, "Invalid cross-device link")
+        replace(source, target)
+
     for name in ("rename", "replace"):
-
-        def across(source: Any, target: Any, rename: Any = getattr(os, name)) -> None:
-            if Path(target).parent == out:
-                raise OSError(errno.EXDEV, "Invalid cross-device link")
-            rename(source, target)
-
         monkeypatch.setattr(os, name, across)
     if how == "saved":
         mts.save(sparse("llama", pattern="1:4"), out, overwrite=True)
