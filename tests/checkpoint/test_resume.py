@@ -201,12 +201,23 @@ def test_data_is_compared_after_the_last_block_as_well(stopped, owner, name):
     assert_same_folders(target, target.with_name("fresh"))
 
 
-@pytest.mark.parametrize("damage", [truncate, flip, Path.unlink])
-def test_a_finished_block_that_has_changed_is_refused(stopped, damage):
+SHARD = "folder/model-00002-of-00004.safetensors"
+NO_JSON = "/sparse.partial/{}' cannot be read: JSONDecodeError"
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "words"),
+    [
+        *((SHARD, damage, f"is damaged: '{SHARD}' is not as block") for damage in (truncate, flip, Path.unlink)),
+        *((name, truncate, NO_JSON.format(name)) for name in ("started.json", "block-00000.json")),
+        ("block-00000.json", lambda file: file.write_text("{}"), "is damaged: .*missing 5 required"),
+        ("report.json", lambda file: file.write_text("{"), NO_JSON.format("report.json")),
+    ],
+)
+def test_a_stopped_run_that_is_damaged_is_refused(stopped, name, damage, words):
     source, target, given = stopped
-    (shard,) = target.with_name("sparse.partial").glob("folder/model-00002-of-*")
-    damage(shard)
-    with pytest.raises(ValueError, match=r"is damaged: 'folder/model-00002-of-00004.safetensors' is not as block"):
+    damage(target.with_name("sparse.partial") / name)
+    with pytest.raises(ValueError, match=f"{words}.*overwrite=True"):
         streamed(source, target, **given)
     report = streamed(source, target, overwrite=True, **given)
     assert (len(report.layers), report.notes) == (21, [])
