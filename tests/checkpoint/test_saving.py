@@ -295,16 +295,6 @@ def test_pickle_paths_are_refused_with_the_folder_form(tmp_path, name):
             read(path)
 
 
-def test_a_file_where_a_folder_is_expected_is_refused(tmp_path):
-    path = tmp_path / "weights.safetensors"
-    path.write_bytes(b"something of yours")
-    with pytest.raises(ValueError, match="is a file: give another path"):
-        mts.save(sparse("net"), path)
-    assert path.read_bytes() == b"something of yours"
-    with pytest.raises(ValueError, match=r"weights\.safetensors' is not a folder"):
-        mts.restore(net(), path)
-
-
 def on_meta() -> nn.Module:
     with torch.device("meta"):
         return Net()
