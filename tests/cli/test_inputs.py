@@ -54,16 +54,13 @@ def test_every_option_reaches_the_api(run, work, tmp_path, how):
     [
         (["--set", "damping=1e-1", "--set", "block_size=8"], "sparsegpt", {"damping": 0.1, "block_size": 8}),
         (["--set=hessian_damp=0.3", "--set=max_iter_data_loader=1"], "sparsegpt", {"damping": 0.3, "max_batches": 1}),
-        (["--set", "pattern=1:4", "--set", "alpha=0.9", "--method", "ria"], "ria", {"pattern": "1:4", "alpha": 0.9}),
         (["--pattern", "2:4 sparsity", "--method", "sparse_magnitude"], "magnitude", {"pattern": "2:4"}),
-        (["--pattern", "60%", "--method", "magnitude"], "magnitude", {"pattern": 0.6}),
         (
             ["--set", 'rules={"*down_proj": null, "*up_proj": {pattern: 1:4}}', "--method", "magnitude"],
             "magnitude",
             {"rules": {"*down_proj": None, "*up_proj": {"pattern": "1:4"}}},
         ),
         (["--set", "enforce=false", "--method", "magnitude"], "magnitude", {"enforce": False}),
-        (["--set", "hardware_only=true", "--method", "magnitude"], "magnitude", {"hardware_only": True}),
     ],
 )
 def test_options_without_a_flag(run, work, tmp_path, given, method, options):
