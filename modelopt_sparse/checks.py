@@ -4,6 +4,7 @@ import re
 import reprlib
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import numpy as np
@@ -132,6 +133,15 @@ for _tag, _plain in {
     "float": r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?",
 }.items():
     Yaml.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"(?:{_plain})$"), None)
+
+
+def read_yaml_file(path: str | Path, option: str = "") -> Any:
+    """What a YAML file holds. Raises ValueError that names it, and the ``option`` that it was given with."""
+    where = f"{option} {str(path)!r}".strip()
+    try:
+        return read_yaml(Path(path).read_text(encoding="utf-8"), where)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{where} cannot be read as YAML: {error}") from None
 
 
 def read_yaml(text: str, where: str) -> Any:

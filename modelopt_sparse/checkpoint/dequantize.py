@@ -19,7 +19,7 @@ import torch
 import transformers
 from torch import nn
 
-from modelopt_sparse.checkpoint.folder import is_packed, weight_files
+from modelopt_sparse.checkpoint.folder import generation_of, is_packed, weight_files
 from modelopt_sparse.checkpoint.packed import plain_tensors
 from modelopt_sparse.model.hf import FLOATS, forget_quantization, method_of, parts_of, quantization_of
 from modelopt_sparse.reports.text import first_few
@@ -103,6 +103,7 @@ def load_dequantized(architecture: Any, folder: Path, config: Any, quantized: Qu
     where = f"{str(folder)!r} is quantized ({quantized.method})"
     if not _files(folder):
         raise ValueError(f"{where} and does not hold all of its safetensors files")
+    generation_of(folder)
     forget_quantization(config)
     config.quantization_config = {**quantization, "dequantize": True}
     options = {**options, "config": config, "dtype": quantized.dtype, "output_loading_info": True}

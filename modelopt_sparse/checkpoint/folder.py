@@ -25,8 +25,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import PreTrainedModel
-from transformers.utils import CHAT_TEMPLATE_DIR
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.utils import CHAT_TEMPLATE_DIR, GENERATION_CONFIG_NAME
 from transformers.utils.hub import cached_file, snapshot_download
 
 from modelopt_sparse.reports.report import Report, library_versions
@@ -232,9 +232,10 @@ def move_in(finished: Path, folder: Path, names: Collection[str]) -> None:
     for name in sorted(to_move, key=lambda name: name in ENTRIES):
         if (folder / name).is_dir() and not (folder / name).is_symlink():
             shutil.rmtree(folder / name)
-        elif (finished / name).is_dir():
+        elif (folder / name).is_dir() or (finished / name).is_dir():
             (folder / name).unlink(missing_ok=True)
-        (finished / name).replace(folder / name)
+        shutil.move(finished / name, folder / name)  # a copy, if the folder is a file system of its own (a volume)
+        sync(folder / name)
 
 
 def _is_of_transformers(config: Path) -> bool:
@@ -497,6 +498,11 @@ def refuse_adapter(folder: Path) -> None:
         raise ValueError(f"{str(folder)!r} {problem}: move it to another folder, or merge it first")
 
 
+def generation_of(folder: Path) -> GenerationConfig | None:
+    """The generation config of a folder, if it has one. Raises OSError if it is broken: models would go without it."""
+    return GenerationConfig.from_pretrained(folder) if (folder / GENERATION_CONFIG_NAME).is_file() else None
+
+
 def is_packed(folder: Path) -> bool:
     """Whether the weights of a folder are packed."""
     plain, packed = ([(folder / f"{prefix}{name}").is_file() for name in (WEIGHTS, INDEX)] for prefix in ("", PACKED))
@@ -547,8 +553,8 @@ def copy_companions(source: Path, folder: Path) -> list[str]:
             continue
         if path.name.startswith("."):
             left.append(f"{name} (hidden)")
-        elif not any(path.resolve().is_relative_to(home) for home in homes):
-            left.append(f"{name} (a link that leaves the folder)")
+        elif not path.exists() or not any(path.resolve().is_relative_to(home) for home in homes):
+            left.append(f"{name} (a link to nothing, or out of the folder)")
         elif path.is_dir():
             left.append(f"{name} (a folder)")
         elif NOT_COPIED.search(path.name):

@@ -21,7 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from modelopt_sparse.checkpoint.folder import (
     INDEX,
@@ -30,6 +30,7 @@ from modelopt_sparse.checkpoint.folder import (
     Description,
     damaged_files,
     file_hash,
+    generation_of,
     is_packed,
     pack_mask,
     read_description,
@@ -106,8 +107,8 @@ class PackedFile:
         values = self._file.get_tensor(name)
         if name not in self._places:
             return values
-        dense, words = torch.zeros(math.prod(self.shapes[name]), dtype=WORDS[values.element_size()]), _words(values)
-        done = 0
+        words, done = _words(values), 0
+        dense = torch.zeros(math.prod(self.shapes[name]), dtype=WORDS[values.element_size()], device="cpu")
         for part, places in _set_places(self._bits(name), len(dense)):
             dense.numpy()[part][places] = words[done : done + len(places)]
             done += len(places)
@@ -208,6 +209,7 @@ def loaded(
     unpacked one by one. ``weights``: what `opened_weights` gives, if it has been called."""
     folder = Path(source)
     refuse_adapter(folder)
+    generation = generation_of(folder)
     options = {"ignore_mismatched_sizes": True, **options}  # `unloaded` names them
     if not is_packed(folder):
         return architecture.from_pretrained(source, output_loading_info=True, **options)
@@ -218,8 +220,8 @@ def loaded(
     unread = {name: Unread(file, name) for name, file in weights.items()}
     options = {"config": str(folder), **options, "state_dict": unread}
     model, info = model_type.from_pretrained(None, output_loading_info=True, **options)
-    if (folder / "generation_config.json").is_file() and model.can_generate():
-        model.generation_config = GenerationConfig.from_pretrained(folder)
+    if generation is not None and model.can_generate():
+        model.generation_config = generation
     model.name_or_path = model.config.name_or_path = str(folder)
     return model, info
 

@@ -48,7 +48,7 @@ from modelopt_sparse.checkpoint.packed import (
 )
 from modelopt_sparse.distributed import is_sharded, rank
 from modelopt_sparse.methods.patterns import NM, parse_pattern, pattern_of
-from modelopt_sparse.model.devices import stored, unwrapped
+from modelopt_sparse.model.devices import refuse_what_cannot_be_written, stored, unwrapped
 from modelopt_sparse.model.find import PackedLayer, find_layers, usable
 from modelopt_sparse.model.hf import model_class, unloaded
 from modelopt_sparse.model.layers import Layer, as_row
@@ -357,6 +357,7 @@ def load(folder: str | Path, *, semi_structured: bool | Mapping[str, Any] = Fals
         elif not parameters[name].is_meta:
             problems += _breaches(name, parameters[name].detach(), mask)
     _refuse(head, problems)
+    refuse_what_cannot_be_written(model, {*masks})
     if packing is not None:
         attach_report(model, description.report)
         settings, place = packing

@@ -19,8 +19,7 @@ import transformers
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import AutoConfig, GenerationConfig
-from transformers.utils import GENERATION_CONFIG_NAME
+from transformers import AutoConfig
 
 from modelopt_sparse.checkpoint.dequantize import Quantized, dtype_of, kept_wide, load_dequantized
 from modelopt_sparse.checkpoint.folder import (
@@ -147,8 +146,6 @@ def without_blocks(
     each of those parameters."""
     config = AutoConfig.from_pretrained(folder, **remote)
     architecture = model_class(config, folder)
-    if (folder / GENERATION_CONFIG_NAME).is_file():
-        GenerationConfig.from_pretrained(folder)  # raises where it is broken; from_pretrained of models goes without it
     devices = _devices(empty_model(folder, **remote), names)
     options = {"device_map": devices, "offload_folder": str(work.converted()), **remote}
     with quiet():

@@ -212,8 +212,6 @@ class WorkFolder:
         if not (self.path / STARTED).is_file():
             self.write_json(STARTED, self._started)
         self.finished = is_finished(self.final_folder)
-        earlier = (self.path / BUDGET, self.path / REPORT)
-        self.budget, self.report = (read_json(file) if file.is_file() else None for file in earlier)
 
     def join(self) -> None:
         """Let the other processes know what the one that leads has found, once it has begun."""
@@ -236,16 +234,21 @@ class WorkFolder:
         return folder
 
     def _problem(self) -> str:
-        """Why the run that is there cannot be continued; "" if it can. Reads the records of its blocks."""
-        started = read_json(self.path / STARTED)
-        if difference := _difference(_at_once(started), _at_once(self._started)):
-            return difference
-        for path in () if is_finished(self.final_folder) else sorted(self.path.glob("block-*.json")):
-            record = BlockRecord(**read_json(path))
-            for name, expected in record.files.items():
-                if not (self.path / name).is_file() or size_and_hash(self.path / name) != expected:
-                    return _damage(name, record)
-            self.done[int(path.stem.rpartition("-")[2])] = record
+        """Why the run that is there cannot be continued; "" if it can. Reads what it has left."""
+        try:
+            started = read_json(self.path / STARTED)
+            if difference := _difference(_at_once(started), _at_once(self._started)):
+                return difference
+            for path in () if is_finished(self.final_folder) else sorted(self.path.glob("block-*.json")):
+                record = BlockRecord(**read_json(path))
+                for name, expected in record.files.items():
+                    if not (self.path / name).is_file() or size_and_hash(self.path / name) != expected:
+                        return _damage(name, record)
+                self.done[int(path.stem.rpartition("-")[2])] = record
+            earlier = (self.path / BUDGET, self.path / REPORT)
+            self.budget, self.report = (read_json(file) if file.is_file() else None for file in earlier)
+        except (ValueError, TypeError, AttributeError) as error:
+            return f"is damaged: {error}"
         self._started = started
         return ""
 

@@ -81,7 +81,7 @@ def complain(message: object) -> None:
 
 def _as_flags(message: str) -> str:
     """A message of the API with options as they are called here: --batch-size 1 for batch_size=1."""
-    names = "|".join({**inspect.signature(sparsify).parameters, **inspect.signature(shrink).parameters})
+    names = "|".join(name for verb in (sparsify, shrink, eval_) for name in inspect.signature(verb).parameters)
     flags = re.compile(rf"(?<![-\w'\"])({names})=(True\b|(?=[\s,;:)]|$))?")
     return flags.sub(lambda m: f"--{m[1].replace('_', '-')}{' ' if m[2] is None else ''}", message)
 

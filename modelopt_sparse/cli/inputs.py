@@ -19,7 +19,7 @@ from modelopt_sparse.checkpoint.dequantize import Quantized, dequantization_of, 
 from modelopt_sparse.checkpoint.folder import DESCRIPTION, TOKENIZER
 from modelopt_sparse.checkpoint.packed import loaded
 from modelopt_sparse.checkpoint.streamed import local_folder
-from modelopt_sparse.checks import read_yaml
+from modelopt_sparse.checks import read_yaml, read_yaml_file
 from modelopt_sparse.distributed import local_device
 from modelopt_sparse.model.hf import empty_model, model_class, quantization_of, unloaded
 from modelopt_sparse.plan.options import SELF, is_data_set
@@ -50,12 +50,9 @@ def settings_of(
     """
     settings: dict[str, Any] = {"method": None}
     if config is not None:
-        where = f"--config {str(config)!r}"
-        if not config.is_file():
-            raise ValueError(f"{where} is not a file")
-        written = read_yaml(config.read_text(encoding="utf-8"), where)
+        written = read_yaml_file(config, "--config")
         if not isinstance(written, dict):
-            raise ValueError(f"{where} must hold a mapping of options")
+            raise ValueError(f"--config {str(config)!r} must hold a mapping of options")
         settings |= written
     for option in options or []:
         key, equals, value = option.partition("=")

@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from modelopt_sparse.checks import check_flag, read_yaml, shown
+from modelopt_sparse.checks import check_flag, read_yaml_file, shown
 from modelopt_sparse.reports.text import nearest, refuse_unknown
 from modelopt_sparse.training.algorithms import Group, SparsityAlgorithm
 from modelopt_sparse.training.planner import DEFAULT
@@ -76,11 +76,7 @@ def _section_in(content: Mapping[str, Any]) -> Any:
 
 def read_sections(path: str | Path) -> Mapping[str, Any]:
     """Read a YAML file; {} if it holds no mapping. Raises ValueError if it cannot be read."""
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{str(path)!r} cannot be read as YAML: {error}") from None
-    content = read_yaml(text, repr(str(path)))
+    content = read_yaml_file(path)
     return content if isinstance(content, Mapping) else {}
 
 

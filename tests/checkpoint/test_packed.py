@@ -77,21 +77,16 @@ def packed(saved, tmp_path) -> Callable[[str], Path]:
 @given(st.lists(st.integers(0, 5), max_size=3), st.integers(0, 2**31))
 @settings(max_examples=60, deadline=None)
 def test_entry_8k_plus_i_goes_into_bit_i_of_byte_k_and_back(shape, seed):
-    """What is behind the end is 0."""
+    """What is behind the end is 0; dimensions may lie in memory in another order."""
     mask = torch.rand(shape, generator=torch.Generator().manual_seed(seed)) < 0.5
+    mask = mask.mT if mask.dim() > 1 else mask
     packed = pack_mask(mask)
     flat = mask.flatten().tolist()
     assert packed.dtype == torch.uint8
     assert [bool(byte >> i & 1) for byte in packed.tolist() for i in range(8)] == flat + [False] * (-len(flat) % 8)
-    restored = unpack_mask(packed, tuple(shape))
+    restored = unpack_mask(packed, tuple(mask.shape))
     assert restored.dtype == torch.bool
     assert torch.equal(restored, mask)
-
-
-def test_by_hand_and_of_a_mask_that_is_not_contiguous():
-    mask = torch.tensor([[1, 0, 1], [0, 0, 1]], dtype=torch.bool)
-    assert pack_mask(mask.T).tolist() == [0b00110001]  # 1 0, 0 0, 1 1
-    assert pack_mask(torch.tensor([1, 1, 0, 0, 1, 0, 1, 0, 0, 1]).bool()).tolist() == [0b01010011, 0b00000010]
 
 
 # there and back -------------------------------------------------------------------------------------------------------
@@ -107,7 +102,8 @@ def test_saved_packed_unpacked(name, tmp_path):
     plain, packed = pairs(tmp_path, model, **options)
     mts.pack(plain, tmp_path / "again")
     assert files_of(tmp_path / "again") == files_of(packed)
-    mts.unpack(packed, tmp_path / "unpacked")
+    with torch.device("meta"):  # which torch.set_default_device sets as well: files are read on the CPU
+        mts.unpack(packed, tmp_path / "unpacked")
     assert files_of(tmp_path / "unpacked") == files_of(plain)
     modes = {path.stat().st_mode for folder in ("packed", "unpacked") for path in (tmp_path / folder).iterdir()}
     assert modes == {(plain / DESCRIPTION).stat().st_mode}
@@ -258,14 +254,16 @@ def test_one_weight_at_a_time_is_unpacked(packed, monkeypatch):
 # over one another, and what is refused --------------------------------------------------------------------------------
 
 
-def test_what_is_refused(saved, packed, tmp_path):
-    folder = packed("llama")
+def test_what_is_refused(saved, broken, packed, tmp_path):
+    folder, damaged = packed("llama"), broken("llama")
+    flip(str(damaged / "model.safetensors"), 0.99)
     (tmp_path / "empty").mkdir()
     for call, place, text in (
         (mts.pack, folder, "is packed: there is nothing to do"),
         (mts.unpack, saved("llama"), "is not packed: there is nothing to do"),
         (mts.pack, tmp_path / "empty", r"holds no sparsity\.json"),
         (mts.pack, tmp_path / "nowhere", "is not a folder"),
+        (mts.pack, damaged, "is damaged: file 'model.safetensors' has changed since it was saved"),
     ):
         with pytest.raises(ValueError, match=text):
             call(place, tmp_path / "out")
@@ -278,14 +276,6 @@ def test_what_is_refused(saved, packed, tmp_path):
         add_masks(sparse("llama"), folder)
     with pytest.raises(OSError, match=r"no file named model\.safetensors"):
         AutoModelForCausalLM.from_pretrained(folder)
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_damaged_folder_is_not_packed(broken, tmp_path):
-    folder = broken("llama")
-    flip(str(folder / "model.safetensors"), 0.99)
-    with pytest.raises(ValueError, match=r"is damaged: file 'model.safetensors' has changed since it was saved"):
-        mts.pack(folder, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -383,14 +373,25 @@ def test_a_broken_file_is_refused_before_anything_is_changed(case, packed, tmp_p
     assert not (tmp_path / "out").exists()
 
 
-def test_bits_of_another_mask_are_refused(packed, tmp_path):
-    """As many, and of the same pattern: the mask of the weight tells, and the hash of the plain file."""
+@pytest.mark.parametrize(
+    ("change", "tells"),
+    [
+        (place(["model.layers.0.mlp.up_proj.weight", 1]), f"weight '{WEIGHT}' is not zero in "),
+        (lambda x, _: x.update({WEIGHT: x[WEIGHT] + 1}), ""),
+    ],
+    ids=["bits of another mask", "other values"],
+)
+def test_a_file_that_is_not_what_was_packed_does_not_unpack(packed, tmp_path, change, tells):
+    """Its counts are right, and its description agrees: the hash of the plain file tells, and of bits the mask."""
     folder = packed("llama")
-    edit(folder, place(["model.layers.0.mlp.up_proj.weight", 1]))
-    refused(mts.restore, tiny_llama(), folder, parts=[f"weight '{WEIGHT}' is not zero in "])
-    for read, text in ((mts.load, "is not zero in"), (lambda x: mts.unpack(x, tmp_path / "out"), "is not the file")):
-        with pytest.raises(ValueError, match=text):
-            read(folder)
+    edit(folder, change)
+    with pytest.raises(ValueError, match=r"'model\.safetensors' is not the file that was packed"):
+        mts.unpack(folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    if tells:
+        refused(mts.restore, tiny_llama(), folder, parts=[tells])
+        with pytest.raises(ValueError, match=tells):
+            mts.load(folder)
 
 
 def test_all_problems_stand_in_one_error(packed):
@@ -410,24 +411,6 @@ def test_all_shards_that_are_broken_stand_in_one_error(tmp_path):
     refused(mts.restore, tiny_llama(), tmp_path / "packed", parts=[path.name for path in paths])
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda masks: masks.update({WEIGHT: torch.cat([masks[WEIGHT], masks[WEIGHT][:1]])}),
-        lambda masks: masks.update({WEIGHT: masks[WEIGHT][1:].clone()}),
-        lambda masks: masks.update({WEIGHT: pack_mask(torch.ones(1024, dtype=torch.bool))}),
-        lambda masks: masks.pop(WEIGHT),
-    ],
-    ids=["too long", "too short", "one bit more", "not listed"],
-)
-def test_masks_that_do_not_fit_are_refused(packed, change):
-    folder = packed("llama")
-    change_tensors(folder / MASKS, change)
-    refused(mts.restore, tiny_llama(), folder, parts=[WEIGHT, "mask"])
-    with pytest.raises(ValueError, match=WEIGHT):
-        mts.load(folder)
-
-
 def test_a_value_that_is_not_pruned_may_be_zero(tmp_path):
     """Also -0.0; it stays, and the mask keeps it."""
     model = sparse("llama")
@@ -439,15 +422,6 @@ def test_a_value_that_is_not_pruned_may_be_zero(tmp_path):
     _, packed = pairs(tmp_path, model)
     assert len(load_file(packed / PACKED)[WEIGHT]) == int(mask.sum())
     assert_same_state(mts.load(packed), state_of(model))
-
-
-def test_a_file_of_other_values_does_not_unpack(packed, tmp_path):
-    """Its counts are right, and its description agrees: the hash of the plain file tells."""
-    folder = packed("llama")
-    edit(folder, lambda x, _: x.update({WEIGHT: x[WEIGHT] + 1}))
-    with pytest.raises(ValueError, match=r"'model\.safetensors' is not the file that was packed"):
-        mts.unpack(folder, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
 
 
 def test_plain_weights_beside_packed_ones_are_refused(packed, saved):

@@ -309,6 +309,9 @@ def test_weights_are_not_dequantized_to_codes_nor_where_they_cannot_be_looked_at
     source = quantized(tmp_path, llama_of_whole_blocks, "fp8")
     with pytest.raises(ValueError, match=r"dtype='float8_e4m3fn': weights are dequantized to torch.float16, "):
         streamed(source, tmp_path / "sparse", "magnitude", dequantize=True, dtype="float8_e4m3fn")
+    (source / "generation_config.json").write_text("{")
+    with pytest.raises(OSError, match=r"generation_config\.json' is not a valid"):
+        streamed(source, tmp_path / "sparse", "magnitude", dequantize=True)
     (source / "model.safetensors").rename(source / "pytorch_model.bin")
     flags = ("--method", "magnitude", "--dequantize")
     assert "instead" not in json.loads(run("plan", source, *flags, "--json").out)["notes"][0]

@@ -1,6 +1,5 @@
 """What save writes, and what restore and load bring back."""
 
-import copy
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import modelopt_sparse as mts
 from modelopt_sparse.checkpoint import folder
 from modelopt_sparse.checkpoint.folder import DESCRIPTION, MASKS
-from tests.checkpoint.folders import MODELS, PRUNED, describe, outputs, scrambled, sparse
+from tests.checkpoint.folders import MODELS, PRUNED, outputs, scrambled, sparse
 from tests.helpers import (
     TESTBED,
     assert_bits,
@@ -82,15 +81,6 @@ def test_models_without_masks_keep_their_report(tmp_path):
         assert dict(mts.named_masks(again)) == {}
         assert len(mts.report(again).layers) == 14
         assert_same_state(mts.load(tmp_path / name), state_of(model))
-
-
-def test_a_model_that_is_itself_a_layer(tmp_path):
-    model = nn.Linear(8, 4)
-    dense = copy.deepcopy(model)
-    mts.set_mask(model, "weight", torch.tensor([[True, False] * 4] * 4))
-    mts.save(model, tmp_path / "out")
-    assert describe(tmp_path / "out")["model_class"] == "Linear"
-    assert_same_state(mts.restore(dense, tmp_path / "out"), state_of(model))
 
 
 def test_save_writes_an_ordinary_folder(saved, tmp_path):

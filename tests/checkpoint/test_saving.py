@@ -1,6 +1,7 @@
 """Saving where something is, and saving that fails or is stopped."""
 
 import copy
+import errno
 import os
 import socket
 import threading
@@ -13,13 +14,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 import modelopt_sparse as mts
+from modelopt_sparse.checkpoint import folder as format
 from modelopt_sparse.checkpoint import save as checkpoint
 from modelopt_sparse.checkpoint.folder import DESCRIPTION
 from tests.checkpoint.folders import files_of, outputs, scrambled, sparse
-from tests.helpers import assert_bits, assert_same_state, state_of, tiny_llama
+from tests.helpers import TESTBED, assert_bits, assert_same_state, state_of, tiny_llama
 from tests.interruptions import interrupted
 from tests.models.net import Net, net
 
@@ -88,6 +90,31 @@ def test_a_module_that_is_not_of_transformers_leaves_no_config_of_one(tmp_path):
     (tmp_path / "config.json").write_text('{"width": 8}')
     mts.save(sparse("net"), tmp_path, overwrite=True)
     assert (tmp_path / "config.json").read_text() == '{"width": 8}'
+
+
+@pytest.mark.parametrize("how", ["saved", "streamed"])
+def test_a_folder_that_is_a_mounted_volume_is_written_to(tmp_path, monkeypatch, how):
+    """Nothing can be renamed into it from beside it."""
+    out = tmp_path / "out"
+    mts.save(sparse("llama"), out, companions=[AutoTokenizer.from_pretrained(TESTBED / "tiny-llama")])
+    before = files_of(out)
+    tiny_llama().save_pretrained(tmp_path / "dense")
+    replace = os.replace
+
+    def across(source: Any, target: Any) -> None:
+        if Path(target).parent == out:
+            raise OSError(errno.EXDEV, "Invalid cross-device link")
+        replace(source, target)
+
+    for name in ("rename", "replace"):
+        monkeypatch.setattr(os, name, across)
+    if how == "saved":
+        mts.save(sparse("llama", pattern="1:4"), out, overwrite=True)
+    else:
+        mts.sparsify_checkpoint(tmp_path / "dense", out, "magnitude", pattern="1:4", overwrite=True, progress=False)
+    assert {layer.pattern for layer in mts.verify(out).layers} == {"1:4"}
+    assert files_of(out)["tokenizer.json"] == before["tokenizer.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dense", "out"]
 
 
 class Wait:
@@ -238,11 +265,10 @@ def test_a_save_that_is_stopped_changes_nothing(broken, tmp_path, step, existing
 def test_a_save_that_is_stopped_while_files_are_replaced_leaves_no_description(broken, monkeypatch):
     folder = broken("net")
 
-    def stop(self, target):
-        del self, target
+    def stop(*_):
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(Path, "replace", stop)
+    monkeypatch.setattr(format.shutil, "move", stop)
     with pytest.raises(OSError, match=r"has no sparsity\.json now .*save again.*Input/output error"):
         mts.save(sparse("net"), folder, overwrite=True)
     assert not (folder / DESCRIPTION).exists()
@@ -267,16 +293,6 @@ def test_pickle_paths_are_refused_with_the_folder_form(tmp_path, name):
     for read in (partial(mts.restore, net()), mts.load, mts.report):
         with pytest.raises(ValueError, match=advice):
             read(path)
-
-
-def test_a_file_where_a_folder_is_expected_is_refused(tmp_path):
-    path = tmp_path / "weights.safetensors"
-    path.write_bytes(b"something of yours")
-    with pytest.raises(ValueError, match="is a file: give another path"):
-        mts.save(sparse("net"), path)
-    assert path.read_bytes() == b"something of yours"
-    with pytest.raises(ValueError, match=r"weights\.safetensors' is not a folder"):
-        mts.restore(net(), path)
 
 
 def on_meta() -> nn.Module:

@@ -12,15 +12,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import LlamaForCausalLM
 
 import modelopt_sparse as mts
 from modelopt_sparse.checkpoint import streamed as blocks
-from modelopt_sparse.checkpoint.folder import pack_mask
 from modelopt_sparse.checkpoint.stream import copy_companions
-from modelopt_sparse.checkpoint.streamed import concatenate, spilled, write_index
+from modelopt_sparse.checkpoint.streamed import spilled, write_index
 from modelopt_sparse.model import hf
 from modelopt_sparse.plan.options import QUALITIES
 from tests.checkpoint.streams import assert_same_folders, batches, blocks_in_memory, in_memory, saved, streamed
@@ -167,14 +165,17 @@ def test_what_travels_with_a_model(tmp_path):
     (source / "onnx").mkdir()
     (templates / "tool_use.jinja").write_text("{{ tools }}")
     (templates / "rag.jinja").symlink_to("../../id_rsa")
+    (source / "gone.md").symlink_to("nowhere.md")
     (templates / ".env.jinja").write_text("a secret")
     for name in ("old.bin", "old.H5", ".env", "model.safetensors", "mtp.safetensors"):
         (source / name).write_text("weights of another format, or a secret")
+    link, other = "a link to nothing, or out of the folder", "weights of another format"
+    left = {".env": "hidden", "NOTICE": link, f"{templates.name}/.env.jinja": "hidden"}
+    left |= {f"{templates.name}/rag.jinja": link, "gone.md": link, "mtp.safetensors": "other weights"}
+    left |= {"old.H5": other, "old.bin": other, "onnx": "a folder"}
     assert copy_companions(source, folder) == [
         f"copied from the source: {', '.join(sorted([*COPIED, tool_use]))}",
-        "left behind: .env (hidden), NOTICE (a link that leaves the folder), additional_chat_templates/.env.jinja "
-        "(hidden), additional_chat_templates/rag.jinja (a link that leaves the folder), mtp.safetensors (other "
-        "weights), old.H5 (weights of another format), old.bin (weights of another format), onnx (a folder)",
+        f"left behind: {', '.join(f'{name} ({why})' for name, why in left.items())}",
     ]
     there = {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
     assert there == {**dict(zip(COPIED, COPIED)), "README.md": "LICENSE", tool_use: "{{ tools }}"}
@@ -317,19 +318,6 @@ def test_a_full_disk_is_an_error_before_anything_is_written(tmp_path, monkeypatc
 
 
 # files ----------------------------------------------------------------------------------------------------------------
-
-
-def test_files_put_together_are_those_that_safetensors_writes(tmp_path):
-    """To the byte, names in any order over the files, one of them empty."""
-    masks = {f"layer.{i}.weight": pack_mask(torch.rand(3, 5 + i) > 0.5) for i in (10, 2, 7, 0)}
-    save_file({name: masks[name] for name in ("layer.10.weight", "layer.0.weight")}, tmp_path / "a")
-    save_file({name: masks[name] for name in ("layer.7.weight", "layer.2.weight")}, tmp_path / "b")
-    save_file({}, tmp_path / "c")
-    save_file(masks, tmp_path / "all")
-    concatenate([tmp_path / x for x in "abc"], tmp_path / "together")
-    assert (tmp_path / "together").read_bytes() == (tmp_path / "all").read_bytes()
-    concatenate([tmp_path / "c"], tmp_path / "together")
-    assert load_file(tmp_path / "together") == {}
 
 
 def test_the_index_is_the_one_that_transformers_writes(tmp_path):

@@ -393,6 +393,7 @@ def raising(error: BaseException) -> Callable[..., None]:
         ("seq_len=4096: takes at most 64", "--seq-len 4096: takes at most 64"),
         ("give pattern=, or batch_size=1 and num_samples=2", "give --pattern, or --batch-size 1 and --num-samples 2"),
         ("or overwrite=True, spill=True", "or --overwrite, --spill"),
+        ("say how far it is: give reference=", "say how far it is: give --reference"),
         ("polish=3 and my_seed=3 are no flags here", "polish=3 and my_seed=3 are no flags here"),
         ("--set 'pattern=[': no YAML", "--set 'pattern=[': no YAML"),
     ],
