@@ -298,17 +298,22 @@ def test_nan_at_a_pruned_place_reaches_nothing():
 @pytest.mark.parametrize(
     ("algorithm", "x", "match"),
     [
-        (training.RigL, None, "'weight' has no gradient after step 1"),
-        (training.SET, torch.full((1, 8), torch.inf), "weight 'weight' holds NaN or inf after step 1"),
+        (training.RigL(0.5, update=1), None, "'0.weight' has no gradient after step 1"),
+        (training.RigL(0.5, update=1), torch.ones(1, 8), "'0.weight' has no gradient after step 1: keep it until all"),
+        (training.SET(0.5, update=1), torch.full((1, 8), torch.inf), "weight '0.weight' holds NaN or inf after step 1"),
     ],
 )
 def test_a_step_by_which_masks_cannot_move_says_so(algorithm, x, match):
-    model = nn.Linear(8, 8)
-    optimizer = applied(algorithm(0.5, include="weight", update=1), model)
+    """One optimizer for each weight, whose gradients go when it has made its step, as in a backward pass that steps."""
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+    algorithm.apply(model)
+    optimizers = [algorithm.apply(torch.optim.SGD(layer.parameters(), lr=0.1)) for layer in model]
     if x is not None:
-        model(x).sum().backward()
+        model(x).square().sum().backward()
     with pytest.raises(RuntimeError, match=match):
-        optimizer.step()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 # what is applied to what --------------------------------------------------------------------------------------------
@@ -466,6 +471,7 @@ def test_nan_marks_pruned_places_and_inf_is_damage():
         (lambda: training.Static(), "Static needs a level"),
         (lambda: training.Static(1.0), r"sparsity=1.0: must be a number in \[0, 1\)"),
         (lambda: training.SET(-0.1), "sparsity=-0.1"),
+        (lambda: training.GMP(training.Cubic(0.0, 90, 0, 4)), "sparsity=90: must be a number in"),
         (lambda: training.GMP(0.5), "GMP prunes by a schedule, not at one level .0.5.*use Static"),
         (lambda: training.Static([0.5, 0.6]), "Static keeps one level.*use GMP"),
         (lambda: training.Static(0.5, scope="column"), "scope='column': allowed are 'row', 'matrix'"),
