@@ -194,6 +194,7 @@ SEVENTHS = {"member": "doped", "rule": lambda level: training.Static(level, bala
         (tiny_llama, 0.5, {"member": "doped", "include": "*.nothing"}, "matches no layer"),
         (tiny_llama, 0.5, {"include": "*.mlp.*"}, "Sparse Wide widens the whole model"),
         (tiny_llama, 0.5, {"member": "doped", "iso": "model"}, "are for 'wide'"),
+        (tiny_llama, 0.5, {"member": "parallel", "activation": "ReLU"}, "activation='ReLU': give a class such as"),
         (tiny_llama, 0.5, SEVENTHS, "cannot be divided into 7 equal groups"),
         (tiny_llama, 0.5, {"rule": training.Static(0.5)}, NO_RULE),
         (tiny_llama, 0.5, {"rule": 0.5}, NO_RULE),

@@ -40,6 +40,9 @@ def test_a_list_goes_by_the_number_of_updates_and_wraps_and_a_function_by_the_st
     assert schedule == Cycling((0.9, 0.5, 0.0))
     assert [schedule(step=7, updates=count) for count in range(5)] == [0.9, 0.5, 0.0, 0.9, 0.5]
     assert parse_schedule(lambda step: step / 10, "sparsity")(3) == 0.3
+    for wrong in (math.nan, None):
+        with pytest.raises(ValueError, match=f"a schedule gives {wrong} at step 3: give a number"):
+            parse_schedule(lambda _, value=wrong: value, "sparsity")(3)
 
 
 NO_SCHEDULE = [
