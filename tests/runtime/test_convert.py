@@ -44,6 +44,7 @@ def test_masks_are_to_be_exported_first():
         ({"tune": "64"}, r"tune=\('64',\): give token counts from 1"),
         ({"tune": True}, r"tune=\(True,\): give token counts"),
         ({"min_speedup": 0}, r"min_speedup=0: must be a number in \(0, inf\]"),
+        ({"strict": "no"}, "strict='no': must be True or False"),
         ({"backend": "triton"}, "backend='triton': allowed are 'cusparselt', 'cutlass'"),
     ],
 )
@@ -290,8 +291,9 @@ def test_load_refuses_before_it_reads(folder, monkeypatch):
     for device_map in ("auto", "cpu", {"model": 0, "lm_head": 1}):
         with pytest.raises(ValueError, match="2:4 layers are packed for one CUDA device: give 'cuda:0'"):
             mts.load(folder, semi_structured=True, device_map=device_map)
-    with pytest.raises(ValueError, match="option 'tun' is not known"):
-        mts.load(folder, semi_structured={"tun": 1})
+    for options, wrong in (({"tun": 1}, "option 'tun' is not known"), ("yes", "semi_structured='yes': give True or")):
+        with pytest.raises(ValueError, match=wrong):
+            mts.load(folder, semi_structured=options)
 
 
 @pytest.mark.parametrize("device_map", [None, "cuda", "cuda:0", torch.device("cuda"), {"": "cuda:0"}])
