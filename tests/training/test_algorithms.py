@@ -308,12 +308,16 @@ def test_a_step_by_which_masks_cannot_move_says_so(algorithm, x, match):
     model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
     algorithm.apply(model)
     optimizers = [algorithm.apply(torch.optim.SGD(layer.parameters(), lr=0.1)) for layer in model]
-    if x is not None:
-        model(x).square().sum().backward()
-    with pytest.raises(RuntimeError, match=match):
+
+    def step():
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
+
+    if x is not None:
+        model(x).square().sum().backward()
+    with pytest.raises(RuntimeError, match=match):
+        step()
 
 
 # what is applied to what --------------------------------------------------------------------------------------------
