@@ -116,7 +116,7 @@ def test_names(names: list[str], among: list[str], folded: list[str]):
 
 def test_cells_of_a_folded_row():
     names = [f"h.{i}.up" for i in range(6)]
-    notes = ["", "", *(f"torch 2.1.0, fp8 v2, row 7: {i} of 64 (1) in h.3.up" for i in (5, 12, 7)), "layer h.5.up: odd"]
+    notes = ["", "", *(f"row 7: {i} of 64 (1) dead" for i in (5, 12, 7)), "layer h.5.up: odd"]
     columns = [
         Column("recipe", ["wanda"] * 5 + ["ria"]),
         Column("pattern", ["2:4", "2:4", "4:8", "4:8", "4:8", "4:8"], "levels"),
@@ -133,7 +133,15 @@ def test_cells_of_a_folded_row():
         ["h.2-4.up", "x3", "wanda", "4:8", "1e-05..1,234%", "[1]"],
         ["h.5.up", "ria", "4:8", "3", "[2]"],
     ]
-    assert lines[7:] == ["", "[1] torch 2.1.0, fp8 v2, row 7: 5..12 of 64 (1) in h.3.up", "[2] layer h.5.up: odd"]
+    assert lines[7:] == ["", "[1] row 7: 5..12 of 64 (1) dead", "[2] layer h.5.up: odd"]
+
+
+NO_NUMBERS = [("2:4", "2:8"), ("2:4", "4:4"), ("a.3.b", "a.4.b"), ("fp8 v2", "fp8 v3"), ("torch 2.1.0", "torch 3.1.0")]
+
+
+@pytest.mark.parametrize("cells", NO_NUMBERS)
+def test_patterns_names_and_versions_are_no_numbers(cells):
+    assert len(rows_of("layer", ["h.0", "h.1"], [Column("x", cells, "range")]).splitlines()) == 4, "they do not fold"
 
 
 @pytest.mark.parametrize("levels", [4, 5])
