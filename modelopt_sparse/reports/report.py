@@ -2,7 +2,7 @@
 
 import math
 import platform
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
@@ -176,7 +176,7 @@ class Report(Printed):
         path: str | Path,
         *,
         title: str | None = None,
-        masks: Mapping[str, Tensor] | None = None,
+        masks: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]] | None = None,
         compare: "Report | None" = None,
         compare_title: str | None = None,
     ) -> Path:
@@ -184,8 +184,8 @@ class Report(Printed):
 
         path: ends in .html or .htm. A file that is there is replaced.
         title: what the page is called.
-        masks: bool masks, by parameter name, to draw maps of: ``dict(mts.named_masks(model))``, or some of them. Of
-          more than six those of the layers with the largest errors are drawn.
+        masks: bool masks, by parameter name, to draw maps of: ``mts.named_masks(model)``, or some of them. Of more than
+          six those of the layers with the largest errors are drawn.
         compare: the report of another run: the page shows both side by side, and no masks.
         compare_title: what the other run is called.
 
@@ -194,7 +194,7 @@ class Report(Printed):
         """
         from modelopt_sparse.reports.page import write_page  # only when a page is written, as plotly is
 
-        return write_page(path, self, title, masks or {}, compare, compare_title)
+        return write_page(path, self, title, dict(masks or ()), compare, compare_title)
 
     def text(self, *, all_rows: bool = False) -> str:
         """What ``print`` shows: equal rows folded, 100 columns. ``all_rows``: a line for each, as wide as it is."""

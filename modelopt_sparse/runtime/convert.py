@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from modelopt_sparse.checks import check_choice, check_number, is_whole
+from modelopt_sparse.checks import check_choice, check_flag, check_number, is_whole, shown
 from modelopt_sparse.distributed import is_sharded
 from modelopt_sparse.model.find import find_layers
 from modelopt_sparse.model.forwards import replaced_forward
@@ -65,6 +65,7 @@ class Settings:
     def __post_init__(self) -> None:
         check_choice("backend", self.backend, [*BACKENDS, None])
         check_number("min_speedup", self.min_speedup, "(0, inf]")
+        check_flag("strict", self.strict)
         if self.tune is not None:
             if not self.tune or not all(is_whole(count, 1) for count in self.tune):
                 raise ValueError(f"tune={self.tune}: give token counts from 1, for example tune=(1, 64, 2048), or None")
@@ -83,6 +84,8 @@ def loading_place(device_map: Any, semi_structured: bool | Mapping[str, Any]) ->
     A ``device_map`` of None is the current CUDA device. Raises ValueError for anything that cannot work, before any
     weight is read.
     """
+    if not isinstance(semi_structured, bool | Mapping):
+        raise ValueError(f"semi_structured={shown(semi_structured)}: give True or a mapping of options")
     settings = Settings.of({} if isinstance(semi_structured, bool) else semi_structured)
     named = device_map.values() if isinstance(device_map, Mapping) else ["cuda" if device_map is None else device_map]
     try:

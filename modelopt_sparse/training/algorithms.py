@@ -18,6 +18,7 @@ from modelopt_sparse.training.updates import (
     INIT_METHODS,
     AtSteps,
     Constant,
+    Cubic,
     Cycling,
     EveryFew,
     InitMethod,
@@ -85,8 +86,9 @@ class SparsityAlgorithm(Sparsity):
                 raise ValueError(f"{type(self).__name__} needs a level such as 0.9, or a pattern such as '2:4'")
             sparsity = self.pattern.sparsity
         self.sparsity = parse_schedule(sparsity, "sparsity")
-        constant = (self.sparsity.value,) if isinstance(self.sparsity, Constant) else ()
-        for level in self.sparsity.values if isinstance(self.sparsity, Cycling) else constant:
+        names = {Constant: ("value",), Cubic: ("init", "final")}.get(type(self.sparsity), ())
+        levels = [getattr(self.sparsity, name) for name in names]
+        for level in self.sparsity.values if isinstance(self.sparsity, Cycling) else levels:
             check_number("sparsity", level, "[0, 1)")
         self.when: UpdateSchedule = EveryFew()
         self.scope = _checked_scope(scope, balance_in_groups, balance_out_groups)
@@ -166,8 +168,10 @@ class DynamicSparsityAlgorithm(SparsityAlgorithm):
         """Move the masks of all parameters that the algorithm has, by the present step."""
         levels = levels_at(self.step, self.sparse_params.values())
         moving = {name: weight for name, weight in self.sparse_params.items() if not weight.still}
-        if self.needs_gradient and moving and all(weight.parameter.grad is None for weight in moving.values()):
-            raise RuntimeError(f"{next(iter(moving))!r} has no gradient after step {self.step}: keep it until then")
+        without = [name for name, weight in moving.items() if self.needs_gradient and weight.parameter.grad is None]
+        if gone := [name for name in without if moving[name].stepped or len(without) == len(moving)]:
+            problem = f"{gone[0]!r} has no gradient after step {self.step}"
+            raise RuntimeError(f"{problem}: keep it until all optimizers have made theirs")
         lost = []
         for name, weight in moving.items():
             matrix = weight.layer.matrix(weight.data)

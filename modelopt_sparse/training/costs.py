@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from modelopt_sparse.checks import check_whole
 from modelopt_sparse.model.devices import count_nonzero, flat_tensors, unwrapped
 from modelopt_sparse.reports.text import first_few, table
 from modelopt_sparse.run import calibrating
@@ -71,6 +72,8 @@ def cost(model: nn.Module, *args: Any, dense_every: int | None = None, **kwargs:
 
     >>> print(training.cost(model, input_ids=ids, dense_every=100))
     """
+    if dense_every is not None:
+        check_whole("dense_every", dense_every)
     model = unwrapped(model)
     sparse_weights = [weight for weight in find_weights(model) if weight.is_sparse]
     with counting(model, sparse_weights) as products:

@@ -61,6 +61,7 @@ class SparseParameter:
     optimizers: train it, and hold state to be zeroed with it.
     still: whether its mask stays as it is, for optimizers train others and not it.
     faint: its gradient with what reaches pruned places, while an optimizer makes a step without that.
+    stepped: whether it had a gradient when its optimizer made the last step.
     """
 
     model: nn.Module
@@ -71,6 +72,7 @@ class SparseParameter:
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
     still: bool = False
     faint: Tensor | None = None
+    stepped: bool = False
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -139,6 +141,7 @@ class SparseParameter:
         """End `hide_faint`."""
         if self.faint is not None:
             self.parameter.grad, self.faint = self.faint, None
+        self.stepped = self.parameter.grad is not None
 
     def zero(self) -> None:
         """Write +0.0 to pruned places of the weight and of its optimizers' state."""

@@ -125,7 +125,10 @@ class Custom:
     function: Callable[[int], Any]
 
     def __call__(self, step: int, updates: int = 0) -> float:
-        return float(self.function(step))
+        value = self.function(step)
+        if value is None or not math.isfinite(value):
+            raise ValueError(f"a schedule gives {value} at step {step}: give a number")
+        return float(value)
 
 
 Schedule = Constant | Linear | Exp | Power | Cosine | Cubic | Cycling | Custom

@@ -115,7 +115,7 @@ def test_the_map_of_a_convolution_has_all_of_its_groups(tmp_path):
     net = torch.nn.Sequential(torch.nn.Conv2d(8, 6, 3, groups=2), torch.nn.Conv1d(6, 6, 3, groups=6))
     mts.sparsify(net, "magnitude", pattern=0.5, include=["0", "1"], progress=False)
     masks = dict(mts.named_masks(net))
-    drawn = figures(mts.report(net).to_html(tmp_path / "a.html", masks=masks))["masks"]
+    drawn = figures(mts.report(net).to_html(tmp_path / "a.html", masks=mts.named_masks(net)))["masks"]
     for name, (corner, _) in drawn["choices"].items():
         assert drawn["traces"][corner]["z"] == (~masks[name]).flatten(1).int().tolist()
 

@@ -17,39 +17,30 @@ from modelopt_sparse.checkpoint import save as checkpoint
 from modelopt_sparse.runtime import convert
 from modelopt_sparse.runtime.convert import Settings, loading_place
 from modelopt_sparse.runtime.kernels import Cutlass, SemiStructuredLinear
-from tests.helpers import ROOT, assert_bits, tiny_llama, token_batches
+from tests.helpers import ROOT, assert_bits, refused, tiny_llama
 from tests.runtime.stopwatch import TABLE, Stopwatch
-from tests.runtime.unpacking import Unpacking, chain, llama, packed_by, place_for, pruned, reasons
+from tests.runtime.unpacking import Unpacking, chain, packed_by, place_for, pruned, reasons
 
-
-def test_a_model_on_the_cpu_is_refused():
-    model = chain(pruned(32, 64))
-    with pytest.raises(ValueError, match=r'this Sequential is on cpu: move it with model.to\("cuda"\) first'):
-        mts.to_semi_structured(model)
-    assert type(model[0]) is nn.Linear
-
-
-def test_masks_are_to_be_exported_first():
-    model = mts.sparsify(tiny_llama(), "magnitude", progress=False)
-    with pytest.raises(ValueError, match=r"14 weights are held by masks .*modelopt_sparse.export\(model\) first"):
-        mts.to_semi_structured(model)
+LAYER, MASKED = chain(pruned(32, 64)), mts.sparsify(tiny_llama(), "magnitude", progress=False)
 
 
 @pytest.mark.parametrize(
-    ("options", "wrong"),
+    ("model", "options", "wrong"),
     [
-        ({"tunes": 1}, r"option 'tunes' is not known, did you mean 'tune'\?; allowed are"),
-        ({"tune": ()}, r"tune=\(\): give token counts from 1"),
-        ({"tune": (1, 0)}, r"tune=\(1, 0\): give token counts from 1"),
-        ({"tune": "64"}, r"tune=\('64',\): give token counts from 1"),
-        ({"tune": True}, r"tune=\(True,\): give token counts"),
-        ({"min_speedup": 0}, r"min_speedup=0: must be a number in \(0, inf\]"),
-        ({"backend": "triton"}, "backend='triton': allowed are 'cusparselt', 'cutlass'"),
+        (LAYER, {}, r'this Sequential is on cpu: move it with model.to\("cuda"\) first'),
+        (MASKED, {}, r"14 weights are held by masks .*modelopt_sparse.export\(model\) first"),
+        (LAYER, {"tunes": 1}, r"option 'tunes' is not known, did you mean 'tune'\?; allowed are"),
+        (LAYER, {"tune": ()}, r"tune=\(\): give token counts from 1"),
+        (LAYER, {"tune": (1, 0)}, r"tune=\(1, 0\): give token counts from 1"),
+        (LAYER, {"tune": "64"}, r"tune=\('64',\): give token counts from 1"),
+        (LAYER, {"tune": True}, r"tune=\(True,\): give token counts"),
+        (LAYER, {"min_speedup": 0}, r"min_speedup=0: must be a number in \(0, inf\]"),
+        (LAYER, {"strict": "no"}, "strict='no': must be True or False"),
+        (LAYER, {"backend": "triton"}, "backend='triton': allowed are 'cusparselt', 'cutlass'"),
     ],
 )
-def test_wrong_options_are_refused(options, wrong):
-    with pytest.raises(ValueError, match=wrong):
-        mts.to_semi_structured(chain(pruned(32, 64)), **options)
+def test_the_cpu_masks_and_wrong_options_are_refused(model, options, wrong):
+    refused(mts.to_semi_structured, model, match=wrong, **options)
 
 
 def test_the_page_lists_every_option_with_its_default():
@@ -58,12 +49,6 @@ def test_the_page_lists_every_option_with_its_default():
     assert {name: value.strip("`").replace('"', "") for name, value in rows} == {
         item.name: str(item.default) for item in fields(Settings)
     }
-
-
-def test_options_are_put_in_order():
-    settings = Settings.of({"tune": [64, 1, 64], "include": "a", "exclude": ["b", "c"]})
-    assert (settings.tune, settings.include, settings.exclude) == ((1, 64), ("a",), ("b", "c"))
-    assert Settings.of({"tune": 8}).tune == (8,)
 
 
 class Doubling(nn.Linear):
@@ -211,17 +196,6 @@ def test_a_run_that_breaks_off_leaves_whole_layers(backend, monkeypatch):
     model[0](torch.zeros(1, 64, dtype=torch.bfloat16))
 
 
-def test_outputs_of_a_model_are_those_of_its_dense_form(backend):
-    model, (tokens,) = llama(), token_batches(1)
-    with torch.no_grad():
-        wanted = model(tokens).logits
-        found = packed_by(backend, model)(tokens).logits
-        back = mts.to_dense(model)(tokens).logits
-    # sums in another order and in another precision, through two blocks in bfloat16
-    torch.testing.assert_close(found, wanted, rtol=0.05, atol=0.05)
-    assert_bits(back, wanted)
-
-
 REPORT = """\
 layer  shape     runs  MiB         us at 1      us at 64    notes
 -----  --------  ----  ----------  -----------  ----------  -----
@@ -236,20 +210,21 @@ us: microseconds of a call, dense -> 2:4, each with its fastest library or algor
 
 def test_the_report_says_everything_as_text_and_as_json(backend, blas):
     model = chain(pruned(32, 64), pruned(64, 128, bias=False), nn.Linear(128, 64, dtype=torch.bfloat16))
-    packed_by(backend, model, Stopwatch(**TABLE), tune=(1, 64))
+    packed_by(backend, model, Stopwatch(**TABLE), tune=[64, 1, 64], include="*")
     assert str(mts.semi_structured_report(model)) == REPORT
     read = json.loads(mts.semi_structured_report(model).to_json())
     assert read["layers"][0]["timings"][0]["algorithm"] == [0, 1, -1]
     assert read["versions"]["torch"] == torch.__version__
-    assert read["settings"]["tune"] == [1, 64]
+    assert (read["settings"]["tune"], read["settings"]["include"]) == ([1, 64], ["*"])
 
 
 def test_negative_zeros_are_told_and_that_nothing_was_timed(backend):
     model = chain(pruned(32, 64))
     with torch.no_grad():
-        model[0].weight[3, 5] = -0.0
+        model[0].weight[0, :4] = torch.tensor([-0.0, 1.0, -0.0, -2.0])  # with its signs counted, four of four
     report = mts.semi_structured_report(packed_by(backend, model))
-    assert report.layers[0].notes == ("1 weights were -0.0 and are +0.0 now",)
+    assert report.layers[0].notes == ("2 weights were -0.0 and are +0.0 now",)
+    assert_bits(model[0].unpacked()[0, :4], torch.tensor([0.0, 1.0, 0.0, -2.0]).bfloat16())
     assert str(report).endswith(
         "Not timed: 2:4 may be many times slower here. Name the token counts that matter with tune=."
     )
@@ -290,8 +265,9 @@ def test_load_refuses_before_it_reads(folder, monkeypatch):
     for device_map in ("auto", "cpu", {"model": 0, "lm_head": 1}):
         with pytest.raises(ValueError, match="2:4 layers are packed for one CUDA device: give 'cuda:0'"):
             mts.load(folder, semi_structured=True, device_map=device_map)
-    with pytest.raises(ValueError, match="option 'tun' is not known"):
-        mts.load(folder, semi_structured={"tun": 1})
+    for options, wrong in (({"tun": 1}, "option 'tun' is not known"), ("yes", "semi_structured='yes': give True or")):
+        with pytest.raises(ValueError, match=wrong):
+            mts.load(folder, semi_structured=options)
 
 
 @pytest.mark.parametrize("device_map", [None, "cuda", "cuda:0", torch.device("cuda"), {"": "cuda:0"}])

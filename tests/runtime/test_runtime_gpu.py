@@ -12,14 +12,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import modelopt_sparse as mts
-from modelopt_sparse.runtime.kernels import (
-    BACKENDS,
-    Backend,
-    SemiStructuredLinear,
-    choose_backend,
-    pack,
-)
+from modelopt_sparse.runtime.kernels import BACKENDS, Backend, SemiStructuredLinear, choose_backend, pack
 from tests.helpers import assert_bits, tiny_llama, token_batches
+from tests.runtime.unpacking import DTYPES
 
 pytestmark = [
     pytest.mark.gpu,
@@ -33,7 +28,6 @@ QUIET = pytest.mark.filterwarnings("ignore::UserWarning")
 DEVICE = torch.device("cuda:0")
 SHAPES = [(32, 64), (1024, 4096), (4096, 4096), (14336, 4096), (4096, 14336)]
 TOKENS = [0, 1, 3, 8, 17, 64, 1000]
-DTYPES = [torch.float16, torch.bfloat16]
 
 
 @pytest.fixture(params=list(BACKENDS))

@@ -30,6 +30,8 @@ def test_two_layers_by_hand():
     sparse, dense = cost.sparse.inference, cost.dense.inference
     assert with_rigl.sparse.training == pytest.approx((3 * sparse * 99 + 2 * sparse + dense) / 100)
     assert "FLOPs of a forward 1,800 900 50.0%" in " ".join(str(cost).split())
+    with pytest.raises(ValueError, match="dense_every=0: must be a positive whole number"):
+        training.cost(model, torch.randn(3, 10), dense_every=0)
 
 
 def test_a_language_model_counts_attention_and_head_as_dense():

@@ -4,22 +4,8 @@ import json
 
 import pytest
 import torch
+import transformers as hf
 from torch import nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    BertConfig,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    OPTConfig,
-    Phi3Config,
-    Qwen3Config,
-    ResNetConfig,
-    SwinConfig,
-    T5Config,
-    ViTConfig,
-)
 
 from modelopt_sparse import training
 from modelopt_sparse.model.masking import named_masks
@@ -30,14 +16,14 @@ from tests.training.cases import applied, live_flops, take_step
 
 def gpt2():
     with torch.device("meta"):
-        model = GPT2LMHeadModel(GPT2Config())
+        model = hf.GPT2LMHeadModel(hf.GPT2Config())
     model.tie_weights()  # older versions of transformers do not do so on the meta device
     return model
 
 
 def trained_size():
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(TESTBED / "tiny-llama"))
+        return hf.AutoModelForCausalLM.from_config(hf.AutoConfig.from_pretrained(TESTBED / "tiny-llama"))
 
 
 def level_of(ift):
@@ -61,18 +47,18 @@ def test_golden_sizes_and_levels(make, level, width, of_layers, of_model):
     assert level_of(training.sparse_ift(make(), level, iso="model")) == pytest.approx(of_model, abs=5e-5)
 
 
-QWEN3 = Qwen3Config(hidden_size=1024, num_attention_heads=16, head_dim=128)
-BASIC = ResNetConfig(hidden_sizes=[5, 15], depths=[1, 1], layer_type="basic")
+QWEN3 = hf.Qwen3Config(hidden_size=1024, num_attention_heads=16, head_dim=128)
+BASIC = hf.ResNetConfig(hidden_sizes=[5, 15], depths=[1, 1], layer_type="basic")
 CONFIGS = {  # config, level -> sizes that come out
-    "llama": (LlamaConfig(), 0.5, {"hidden_size": 5824, "head_dim": 182, "intermediate_size": 15652}),
+    "llama": (hf.LlamaConfig(), 0.5, {"hidden_size": 5824, "head_dim": 182, "intermediate_size": 15652}),
     "qwen3": (QWEN3, 0.75, {"hidden_size": 2048, "head_dim": 256}),
-    "opt": (OPTConfig(), 0.5, {"hidden_size": 1092, "ffn_dim": 4368, "word_embed_proj_dim": 1092}),
-    "bert": (BertConfig(), 0.5, {"hidden_size": 1092, "intermediate_size": 4368}),
-    "t5": (T5Config(), 0.75, {"d_model": 1024, "d_kv": 128, "d_ff": 4096}),
-    "vit": (ViTConfig(), 0.75, {"hidden_size": 1536, "intermediate_size": 6144}),
-    "resnet": (ResNetConfig(), 0.75, {"embedding_size": 128, "hidden_sizes": [512, 1024, 2048, 4096]}),
+    "opt": (hf.OPTConfig(), 0.5, {"hidden_size": 1092, "ffn_dim": 4368, "word_embed_proj_dim": 1092}),
+    "bert": (hf.BertConfig(), 0.5, {"hidden_size": 1092, "intermediate_size": 4368}),
+    "t5": (hf.T5Config(), 0.75, {"d_model": 1024, "d_kv": 128, "d_ff": 4096}),
+    "vit": (hf.ViTConfig(), 0.75, {"hidden_size": 1536, "intermediate_size": 6144}),
+    "resnet": (hf.ResNetConfig(), 0.75, {"embedding_size": 128, "hidden_sizes": [512, 1024, 2048, 4096]}),
     "resnet without bottlenecks": (BASIC, 8 / 9, {"hidden_sizes": [15, 45]}),
-    "swin": (SwinConfig(), 0.5, {"embed_dim": 138, "hidden_size": 1104}),
+    "swin": (hf.SwinConfig(), 0.5, {"embed_dim": 138, "hidden_size": 1104}),
 }
 
 
@@ -84,23 +70,23 @@ def test_sizes_of_other_models(config, level, sizes):
 
 
 def test_hardware_multiples():
-    assert widened(GPT2Config(), 2**0.5, 64).n_embd == 1152
-    assert widened(LlamaConfig(), 2**0.5, 128).intermediate_size % 128 == 0
+    assert widened(hf.GPT2Config(), 2**0.5, 64).n_embd == 1152
+    assert widened(hf.LlamaConfig(), 2**0.5, 128).intermediate_size % 128 == 0
 
 
 def tiny(config, **sizes):
-    return AutoModelForCausalLM.from_config(config(vocab_size=97, **sizes))
+    return hf.AutoModelForCausalLM.from_config(config(vocab_size=97, **sizes))
 
 
 TINY = {
     "llama": tiny_llama,
     "qwen3": lambda: tiny(
-        Qwen3Config, hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=2,
+        hf.Qwen3Config, hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=1, head_dim=16,
     ),
-    "gpt2": lambda: tiny(GPT2Config, n_embd=24, n_head=3, n_layer=2, n_positions=32),
+    "gpt2": lambda: tiny(hf.GPT2Config, n_embd=24, n_head=3, n_layer=2, n_positions=32),
     "opt": lambda: tiny(
-        OPTConfig, hidden_size=24, ffn_dim=40, num_attention_heads=3, num_hidden_layers=2, word_embed_proj_dim=24,
+        hf.OPTConfig, hidden_size=24, ffn_dim=40, num_attention_heads=3, num_hidden_layers=2, word_embed_proj_dim=24,
         max_position_embeddings=32,
     ),
 }  # fmt: skip
@@ -175,7 +161,7 @@ def test_what_is_printed_are_the_live_weights_of_the_model(member, rule, steps):
 
 def with_a_large_head():
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
-    return AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=4000, **sizes))
+    return hf.AutoModelForCausalLM.from_config(hf.LlamaConfig(vocab_size=4000, **sizes))
 
 
 NO_RULE = "rule is a function of the level: rule=lambda level: Static"
@@ -194,14 +180,15 @@ SEVENTHS = {"member": "doped", "rule": lambda level: training.Static(level, bala
         (tiny_llama, 0.5, {"member": "doped", "include": "*.nothing"}, "matches no layer"),
         (tiny_llama, 0.5, {"include": "*.mlp.*"}, "Sparse Wide widens the whole model"),
         (tiny_llama, 0.5, {"member": "doped", "iso": "model"}, "are for 'wide'"),
+        (tiny_llama, 0.5, {"member": "parallel", "activation": "ReLU"}, "activation='ReLU': give a class such as"),
         (tiny_llama, 0.5, SEVENTHS, "cannot be divided into 7 equal groups"),
         (tiny_llama, 0.5, {"rule": training.Static(0.5)}, NO_RULE),
         (tiny_llama, 0.5, {"rule": 0.5}, NO_RULE),
         (lambda: tiny_llama().to("meta"), 0.5, ON_META, r"run on the meta device.*leave example out"),
         (with_a_large_head, 0.9, {"iso": "model"}, "cost more than the model did"),
         (lambda: nn.Linear(4, 4), 0.5, {}, r"no model of transformers.*: give example="),
-        (LlamaConfig, 0.5, {"member": "doped"}, "build it from the config first"),
-        (LlamaConfig, 0.5, {}, "'llama' names no model class"),
+        (hf.LlamaConfig, 0.5, {"member": "doped"}, "build it from the config first"),
+        (hf.LlamaConfig, 0.5, {}, "'llama' names no model class"),
         (lambda: nn.Sequential(nn.LayerNorm(4)), 0.5, {"member": "doped"}, "nothing to prune|no layer of this"),
     ],
 )
@@ -222,9 +209,9 @@ LISTED = {"hidden_size": 64, "num_attention_heads": 4, "max_position_embeddings"
 @pytest.mark.parametrize(
     ("config", "how", "match"),
     [
-        (LlamaConfig(), (2.0,), "the sizes of 'lama' are not known, did you mean 'llama'"),
-        (GPT2Config(n_embd=100, n_head=12), (2**0.5,), r"n_embd=100 is no multiple of n_head=12, as 108 would be"),
-        (Phi3Config(**LISTED), (2**0.5,), r"holds a list, which does not fit heads of \d+: choose another member"),
+        (hf.LlamaConfig(), (2.0,), "the sizes of 'lama' are not known, did you mean 'llama'"),
+        (hf.GPT2Config(n_embd=100, n_head=12), (2**0.5,), r"n_embd=100 is no multiple of n_head=12, as 108 would be"),
+        (hf.Phi3Config(**LISTED), (2**0.5,), r"holds a list, which does not fit heads of \d+: choose another member"),
     ],
 )
 def test_sizes_that_no_level_fits_are_refused(config, how, match):
@@ -232,7 +219,7 @@ def test_sizes_that_no_level_fits_are_refused(config, how, match):
         config.model_type = "lama"
     with pytest.raises(ValueError, match=match):
         widened(config, *how)
-    if isinstance(config, Phi3Config):
+    if isinstance(config, hf.Phi3Config):
         assert widened(config, 1.0).hidden_size == 64
 
 

@@ -1,6 +1,5 @@
 """Updates of masks against masks worked out by hand, and against loops that are too slow and too plain to be wrong."""
 
-import itertools
 import math
 
 import pytest
@@ -62,15 +61,6 @@ def test_drop_and_grow_by_hand(case):
     weight, live, score, options, expected = BY_HAND[case]
     new = drop_and_grow(weight, live, score, **{"drop_fraction": 0.5, "level": 0.5, **options})
     assert torch.equal(new, expected)
-
-
-def test_scores_that_are_all_zero_change_nothing():
-    """An expert without tokens has no gradient: the lowest indices must not grow in it."""
-    weight = torch.stack([W, W])
-    score = torch.stack([torch.zeros_like(G), G])
-    new = drop_and_grow(weight, weight != 0, score, drop_fraction=0.5, level=0.5)
-    assert torch.equal(new[0], W != 0)
-    assert torch.equal(new[1], row(0, 4, 5, 6))
 
 
 def slow_update(weight, mask, score, fraction, level):
@@ -224,19 +214,6 @@ def test_a_checkerboard_is_spread_evenly():
     assert len({tuple(each.tolist()) for each in mask}) == 4
 
 
-def test_random_numbers_depend_on_seed_name_and_event_alone():
-    def draw(*key):
-        return float(torch.rand(1, generator=generator_for(*key)))
-
-    keys = list(itertools.product((0, 1), ("a", "b"), ("init", 5)))
-    assert len({draw(*key) for key in keys}) == len(keys)
-    assert [draw(*key) for key in keys] == [draw(*key) for key in keys]
-    torch.manual_seed(5)
-    before = draw(0, "a", "init")
-    torch.manual_seed(6)
-    assert draw(0, "a", "init") == before
-
-
 # ERK, digests -------------------------------------------------------------------------------------------------------
 
 
@@ -253,12 +230,6 @@ def test_erk_densities_have_the_ratio_of_the_rule_and_the_total():
 
 
 def test_digests_differ_for_each_flipped_place():
-    torch.manual_seed(1)
-    mask = torch.rand(5, 7) > 0.5
-    seen = {digest(mask)}
-    for i, j in itertools.product(range(5), range(7)):
-        other = mask.clone()
-        other[i, j] = ~other[i, j]
-        seen.add(digest(other))
-    assert len(seen) == 36
+    mask, flips = torch.rand(5, 7) > 0.5, torch.eye(35, dtype=torch.bool).view(35, 5, 7)
+    assert len({digest(mask), *(digest(mask ^ flip) for flip in flips)}) == 36
     assert digest(mask) == digest(mask.clone())

@@ -5,41 +5,36 @@ from functools import partial
 
 import pytest
 
-from modelopt_sparse.training.updates import (
-    Constant,
-    Cosine,
-    Cubic,
-    Cycling,
-    Exp,
-    Linear,
-    Power,
-    parse_schedule,
-    parse_update,
-)
+from modelopt_sparse import training
+from modelopt_sparse.training.updates import parse_schedule, parse_update
 
-TABLE = [  # schedule, the same as a mapping, values at t = 0, 1, 4
-    (Constant(0.9), {"type": "constant", "value": 0.9}, (0.9, 0.9, 0.9)),
-    (Linear(0.1, 0.2), {"type": "linear", "init": 0.1, "slope": 0.2}, (0.1, 0.3, 0.9)),
-    (Power(0.8, 0.5), {"type": "power", "init": 0.8, "beta": 0.5}, (0.8, 0.4, 0.05)),
-    (Exp(0.2, -math.log(2), 1.0), {"type": "exp", "init": 0.2, "gamma": -math.log(2)}, (0.2, 0.6, 0.95)),
-    (Cosine(0.3, 4), {"type": "cosine", "init": 0.3, "half_period": 4}, (0.3, 0.25606601717798213, 0.0)),
-    (Cosine(0.5, 2, 0.1), {"type": "cosine", "init": 0.5, "half_period": 2, "minimum": 0.1}, (0.5, 0.3, 0.5)),
-    (Cubic(0.0, 0.8, 0, 2), {"type": "cubic", "init": 0.0, "final": 0.8, "start": 0, "stop": 2}, (0.0, 0.7, 0.8)),
-    (Cubic(0.2, 0.6, 1, 3), {"type": "cubic", "init": 0.2, "final": 0.6, "start": 1, "stop": 3}, (0.2, 0.2, 0.6)),
+TABLE = [  # schedule, its values at t = 0, 1, 4
+    (training.Constant, {"value": 0.9}, (0.9, 0.9, 0.9)),
+    (training.Linear, {"init": 0.1, "slope": 0.2}, (0.1, 0.3, 0.9)),
+    (training.Power, {"init": 0.8, "beta": 0.5}, (0.8, 0.4, 0.05)),
+    (training.Exp, {"init": 0.2, "gamma": -math.log(2)}, (0.2, 0.6, 0.95)),
+    (training.Cosine, {"init": 0.3, "half_period": 4}, (0.3, 0.25606601717798213, 0.0)),
+    (training.Cosine, {"init": 0.5, "half_period": 2, "minimum": 0.1}, (0.5, 0.3, 0.5)),
+    (training.Cubic, {"init": 0.0, "final": 0.8, "start": 0, "stop": 2}, (0.0, 0.7, 0.8)),
+    (training.Cubic, {"init": 0.2, "final": 0.6, "start": 1, "stop": 3}, (0.2, 0.2, 0.6)),
 ]
 
 
-@pytest.mark.parametrize(("schedule", "mapping", "values"), TABLE, ids=[type(row[0]).__name__ for row in TABLE])
-def test_values(schedule, mapping, values):
+@pytest.mark.parametrize(("kind", "options", "values"), TABLE)
+def test_values(kind, options, values):
+    schedule = kind(*options.values())
     assert [schedule(step) for step in (0, 1, 4)] == pytest.approx(values)
-    assert parse_schedule(mapping, "sparsity") == schedule
+    assert parse_schedule({"type": kind.__name__.lower(), **options}, "sparsity") == schedule
 
 
 def test_a_list_goes_by_the_number_of_updates_and_wraps_and_a_function_by_the_step():
     schedule = parse_schedule([0.9, 0.5, 0.0], "sparsity")
-    assert schedule == Cycling((0.9, 0.5, 0.0))
+    assert schedule == training.Cycling((0.9, 0.5, 0.0))
     assert [schedule(step=7, updates=count) for count in range(5)] == [0.9, 0.5, 0.0, 0.9, 0.5]
     assert parse_schedule(lambda step: step / 10, "sparsity")(3) == 0.3
+    for wrong in (math.nan, None):
+        with pytest.raises(ValueError, match=f"a schedule gives {wrong} at step 3: give a number"):
+            parse_schedule(lambda _, value=wrong: value, "sparsity")(3)
 
 
 NO_SCHEDULE = [

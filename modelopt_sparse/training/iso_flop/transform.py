@@ -203,6 +203,8 @@ def sparse_ift(
     check_choice("member", member, MEMBERS)
     check_choice("iso", iso, ISO)
     check_whole("multiple", multiple)
+    if isinstance(activation, str | nn.Module):
+        raise ValueError(f"activation={activation!r}: give a class such as nn.ReLU, or None")
     level, model = float(sparsity), model_or_config
     if member == "wide":
         if include is not None:
