@@ -345,6 +345,9 @@ def test_patterns_without_groups_are_refused():
         mts.make_plan(tiny_llama(), "wanda", pattern=0.5, permute=True)
     with pytest.raises(ValueError, match="permute='yes': must be True or False"):
         mts.make_plan(tiny_llama(), "wanda", permute="yes")
+    # set by quality, for the pattern that no layer has by the rules
+    plan = mts.make_plan(tiny_llama(), quality="balanced", rules={"*": {"pattern": 0.5}})
+    assert {str(layer.pattern) for layer in plan.layers} == {"50% per matrix"}
 
 
 def test_a_model_in_which_nothing_can_be_permuted_says_so():
