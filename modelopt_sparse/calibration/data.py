@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from modelopt_sparse.calibration.padding import PaddingOfCall
 from modelopt_sparse.model.devices import (
     dense_rows,
     flat_tensors,
@@ -90,7 +91,18 @@ def load_calls(config: SparsifyConfig, model: nn.Module, notes: list[str]) -> li
     calls = [Call(*map_batch(_copied, (call.args, call.kwargs))) for call in as_calls]
     if not calls:
         raise ValueError("data_loader gives no batch, as a generator that is used up does: give a list or a DataLoader")
-    return in_steps(calls, None if config.holds_text else config.seed) if config.tunes else calls
+    calls = in_steps(calls, None if config.holds_text else config.seed) if config.tunes else calls
+    real = [call for call in calls if config.count_padding or not _is_padding(call, model)]
+    if not real:
+        raise ValueError("all tokens of the data are padding, as its masks say: give data with others")
+    notes += [f"batches of nothing but padding are left out: {len(calls) - len(real)}"] * (len(real) < len(calls))
+    return real
+
+
+def _is_padding(call: Call, model: nn.Module) -> bool:
+    masks = PaddingOfCall(model)
+    masks.tell(model, call.args, call.kwargs)
+    return masks.of_all()
 
 
 def in_steps(calls: Sequence[Call], seed: int | None) -> list[Call]:

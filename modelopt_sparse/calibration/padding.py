@@ -79,6 +79,10 @@ class PaddingOfCall:
         if self.told.get((module, "image")) is not None:
             self._note_pixels(module, named)
 
+    def of_all(self) -> bool:
+        """Whether all tokens are padding."""
+        return bool(self.told) and all(isinstance(x, Tensor) and not x.any() for x in self.told.values())
+
     def note(self, text: str) -> None:
         """Say it once in the report."""
         self.notes += [text] if text not in self.notes else []

@@ -322,8 +322,11 @@ def _masks(value: Any) -> dict[str, torch.Tensor]:
     if not isinstance(value, Mapping) or not value:
         raise TypeError(f"masks is a {type(value).__name__}: give a mapping of parameter names to masks")
     for name, mask in value.items():
-        if not isinstance(name, str) or not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool:
+        bools = isinstance(mask, torch.Tensor) and mask.dtype == torch.bool and not mask.is_meta
+        if not isinstance(name, str) or not bools:
             raise TypeError(f"masks[{name!r}] must be a torch.bool tensor, True = kept, under a parameter's name")
+        if not mask.any():
+            raise ValueError(f"masks[{name!r}] keeps nothing: a layer keeps at least one weight")
     return dict(value)
 
 

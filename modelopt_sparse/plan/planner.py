@@ -260,7 +260,7 @@ def _check_planned(
         reasons += [ANY_PARAMETER] if any("no adapter" in reason for reason in reasons) else []
         raise ValueError(f"nothing to prune in this {type(model).__name__}: {'; '.join(reasons)}")
     patterns = {type(choice) for layer_plan in planned for choice in layer_plan.choices or (layer_plan.pattern,)}
-    if config.permute and NM not in patterns:
+    if config.permute and NM not in patterns and config.quality is None:
         raise ValueError("permute is for N:M patterns, and no layer has one: give pattern='2:4', or leave it out")
     homes = {_memory(x): name for name, x in model.named_buffers()}
     by_start = grouped(model.named_parameters(), lambda named: _memory(named[1].detach()) and named[1].data_ptr())

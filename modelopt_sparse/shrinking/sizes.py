@@ -428,7 +428,7 @@ def _ceiling(model: PreTrainedModel, budget: Any) -> tuple[str, tuple[int, ...],
     """(what a budget counts, by its name among costs; the call that is made to know it, which takes seconds of large
     models; the most that it leaves)."""
     if isinstance(budget, str):
-        budget = re.sub(r"([KMGT])B( bytes)?$", lambda match: f"{SCALES[match[1]]} bytes", budget.strip())
+        budget = re.sub(r"\s*([KMGT])B( bytes)?$", lambda match: f"{SCALES[match[1]]} bytes", budget.strip())
     parsed = parse_budget(budget, tuple(COUNTED))
     assert parsed is not None
     counted, call = COUNTED[parsed.unit], CALL if parsed.unit == "flops" else ()

@@ -378,8 +378,7 @@ def test_what_is_refused(tmp_path):
     refused(mts.shrink, centred, **shrinking, match="the output head .*: give output=")
     with pytest.raises(ValueError, match="distill calls the model itself"):
         mts.SparsifyConfig(forward_loop=print, distill=True)
-    with pytest.raises(ValueError, match="distill needs calibration data"):
-        mts.sparsify(tiny_llama(), "magnitude", distill=True)
+    refused(mts.sparsify, tiny_llama(), "magnitude", match="distill needs calibration data", distill=True)
     tiny_llama().save_pretrained(tmp_path / "dense")
     with pytest.raises(ValueError, match=r"distill \(set by quality='max'\) runs the whole model, which"):
         mts.sparsify_checkpoint(tmp_path / "dense", tmp_path / "out", quality="max", data_loader=token_batches(2))

@@ -355,14 +355,12 @@ def test_options_that_are_refused(message):
 
 def test_what_the_judge_refuses():
     model, batches = model_of("an encoder"), batches_of()
-    with pytest.raises(ValueError, match=r"batches have no perplexity.*give reference="):
-        mts.evaluate(model, batches, progress=False)
-    with pytest.raises(ValueError, match=r"the output of the reference is .*, and the other's is .*: give the dense"):
-        mts.evaluate(model, batches, reference=model_of("images"), progress=False)
+    refused(mts.evaluate, model, batches, match=r"batches have no perplexity.*give reference=")
+    match = r"the output of the reference is .*, and the other's is .*: give the dense"
+    refused(mts.evaluate, model, batches, match=match, reference=model_of("images"))
     broken = model_of("an encoder")
     broken.norm.weight.data[0] = torch.nan
-    with pytest.raises(ValueError, match="a model's output holds NaN or inf"):
-        mts.evaluate(broken, batches, reference=model, progress=False)
+    refused(mts.evaluate, broken, batches, match="a model's output holds NaN or inf", reference=model)
 
 
 def test_text_is_batches_where_a_divergence_is_named():

@@ -15,7 +15,7 @@ from modelopt_sparse.accuracy.permute import channel_order, kept_fraction, permu
 from modelopt_sparse.calibration.calls import AtBlock
 from modelopt_sparse.calibration.dense import blocks_in_call_order
 from modelopt_sparse.run import calibrating
-from tests.helpers import assert_bits, assert_same_state, calibrated_run, state_of, tiny_llama, token_batches
+from tests.helpers import assert_bits, assert_same_state, calibrated_run, refused, state_of, tiny_llama, token_batches
 from tests.interruptions import interrupted
 from tests.models.architectures import ARCHITECTURES
 from tests.models.stacked import Block, Stacked, vectors
@@ -341,10 +341,11 @@ def test_an_interruption_while_an_order_is_tried_leaves_the_old_one(call):
 
 
 def test_patterns_without_groups_are_refused():
-    with pytest.raises(ValueError, match=r"permute is for N:M patterns"):
-        mts.make_plan(tiny_llama(), "wanda", pattern=0.5, permute=True)
-    with pytest.raises(ValueError, match="permute='yes': must be True or False"):
-        mts.make_plan(tiny_llama(), "wanda", permute="yes")
+    refused(mts.make_plan, tiny_llama(), "wanda", match="permute is for N:M patterns", pattern=0.5, permute=True)
+    refused(mts.make_plan, tiny_llama(), "wanda", match="permute='yes': must be True or False", permute="yes")
+    # set by quality, for the pattern that no layer has by the rules
+    plan = mts.make_plan(tiny_llama(), quality="balanced", rules={"*": {"pattern": 0.5}})
+    assert {str(layer.pattern) for layer in plan.layers} == {"50% per matrix"}
 
 
 def test_a_model_in_which_nothing_can_be_permuted_says_so():

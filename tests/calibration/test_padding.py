@@ -15,7 +15,7 @@ from transformers.utils import ModelOutput
 
 import modelopt_sparse as mts
 from tests.calibration.collecting import LAYERS, assert_same, collected, padded
-from tests.helpers import assert_same_state, refused, state_of, tiny_llama
+from tests.helpers import assert_same_state, refused, state_of, tiny_llama, token_batches
 from tests.models.architectures import ARCHITECTURES, VOCAB, ragged
 from tests.models.stacked import STACKED, Convolving, CrossModel, EncoderDecoder, Masked, Prefixed, Stacked
 from tests.oracles.brute_force import assert_stats, brute_force
@@ -600,9 +600,24 @@ def test_a_mask_that_is_added_to_scores_is_all_zeros_in_a_batch_without_padding(
     assert {*rows.values()} == {int(sum((ids != 0).sum() for ids in batches))}
 
 
-def test_padding_alone_is_no_data_and_no_weight_that_its_parent_reads():
-    padding = torch.zeros(2, 5, dtype=torch.long)
-    refused(mts.sparsify, tiny_llama(), data_loader=[{"input_ids": padding, "attention_mask": padding}], match="saw no")
+def test_padding_alone_is_no_data():
+    batch = dict.fromkeys(("input_ids", "attention_mask"), torch.zeros(2, 5, dtype=torch.long))
+    given = {"data_loader": [batch, batch], "match": "all tokens of the data are padding"}
+    refused(mts.sparsify, tiny_llama(), **given)
+    refused(mts.shrink, tiny_llama(), mlp=0.25, **given)
+    refused(mts.evaluate, tiny_llama(), [batch], reference=tiny_llama(), match=given["match"])
+
+
+def test_batches_of_padding_alone_judge_nothing():
+    batches = [{"input_ids": ids, "attention_mask": torch.ones_like(ids)} for ids in token_batches()]
+    padding = {name: torch.zeros_like(x) for name, x in batches[0].items()}
+    models = [
+        mts.shrink(tiny_llama(), mlp=0.25, data_loader=data, progress=False) for data in (batches, [*batches, padding])
+    ]
+    assert_same_state(models[1], state_of(models[0]))
+    whole, left_out = map(mts.report, models)
+    assert whole.shrunk.kl == left_out.shrunk.kl
+    assert left_out.notes == [*whole.notes, "batches of nothing but padding are left out: 1"]
 
 
 def test_two_towers_have_a_mask_each():

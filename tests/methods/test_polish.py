@@ -107,14 +107,6 @@ def test_iterations_stop_when_every_row_is_at_its_optimum():
     assert torch.equal(refit(done, torch.zeros_like(weight), mask, gram, 1000)[0][:3], found[0][:3])
 
 
-def test_squared_error_is_the_trace_row_by_row():
-    weight, stats = problem(2)
-    assert stats.gram is not None
-    pruned = weight.masked_fill(weight.abs() < 1, 0)
-    expected = objective(weight, pruned, stats.gram)
-    torch.testing.assert_close(squared_error(weight, pruned, stats.gram).squeeze(-1), expected)
-
-
 def test_a_stack_is_solved_matrix_by_matrix():
     weights, stats = zip(*(problem(seed, rows=6, columns=16) for seed in range(3)))
     grams = torch.stack([x.gram for x in stats if x.gram is not None])

@@ -20,25 +20,6 @@ from tests.plan.test_planner import ALL as NAMES
 # wrong arguments ----------------------------------------------------------------------------------------------------
 
 
-NO_DATA = "method 'sparsegpt' needs calibration data"
-
-
-WRONG = [
-    ({"method": "sparsgpt"}, ["method 'sparsgpt' is not known", "mean 'sparsegpt'?", "allowed are magnitude"]),
-    ({"dampin": 0.1, "method": "sparsegpt"}, ["option 'dampin' is not known", "did you mean 'damping'?"]),
-    ({"pattern": 1.0}, ["sparsity 1.0", "[0, 1)"]),
-    ({"include": "*.fc1"}, ["'*.fc1' matches no prunable layer of this LlamaForCausalLM", "names look like"]),
-    ({"rules": {NAMES[0]: {"pattern": "2:5"}}}, [f"layer '{NAMES[0]}', which you name", "not a multiple of 5"]),
-    ({"method": "sparsegpt"}, [NO_DATA, "data_loader=", "data= with tokenizer="]),
-]
-
-
-@pytest.mark.parametrize(("options", "parts"), WRONG)
-def test_wrong_arguments_change_nothing(options, parts):
-    """One of each kind; tests/plan has all of them."""
-    refused(mts.sparsify, tiny_llama().train(), parts=parts, **{"method": "magnitude", **options})
-
-
 # models that cannot be made sparse ----------------------------------------------------------------------------------
 
 

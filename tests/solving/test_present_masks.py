@@ -147,13 +147,6 @@ def test_replace_solves_the_layer_as_a_dense_one(steps):
     assert mts.report(model).settings["replace"] is True
 
 
-def test_zeros_without_a_mask_are_ordinary_weights():
-    model = mts.export(mts.sparsify(tiny_llama(), "magnitude", pattern="2:4"))
-    mts.sparsify(model, "magnitude", pattern="25%")
-    assert mts.report(model).sparsity == 0.25
-    assert mts.report(model).notes == []
-
-
 # everything else that may carry a mask --------------------------------------------------------------------------------
 
 
