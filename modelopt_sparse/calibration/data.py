@@ -12,7 +12,6 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset
 
 from modelopt_sparse.calibration.padding import PaddingOfCall
 from modelopt_sparse.model.devices import (
@@ -84,7 +83,7 @@ def load_calls(config: SparsifyConfig, model: nn.Module, notes: list[str]) -> li
     else:
         assert config.data_loader is not None
         batches = config.data_loader
-        if isinstance(batches, Dataset) and isinstance(batches, Sized):  # an index past its end may be no error
+        if isinstance(batches, Sized) and not isinstance(batches, Iterable):  # an index past its end may be no error
             batches = map(batches.__getitem__, range(len(batches)))
     take = config.collect_func or (lambda batch: batch)
     as_calls = (_as_call(take(batch), config, model, notes) for batch in islice(batches, config.max_batches))

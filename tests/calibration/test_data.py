@@ -1,6 +1,6 @@
 """Calibration data in every form."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from threading import Lock
@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from transformers import BatchEncoding
 
 import modelopt_sparse as mts
@@ -43,6 +43,19 @@ class Endless(Dataset):
         return self.batches[index % len(self)]
 
 
+class Sized(IterableDataset):
+    """It has a length and no entries by number."""
+
+    def __init__(self, batches: list[Tensor]) -> None:
+        self.batches = batches
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self.batches)
+
+
 IDS = torch.arange(3, 15).view(2, 6)
 FORMS = {
     "tensors": lambda x: {"data_loader": x},
@@ -56,6 +69,7 @@ FORMS = {
         "data_loader": [{"input_ids": batch, "attention_mask": torch.ones_like(batch)} for batch in x]
     },
     "a Dataset": lambda x: {"data_loader": Endless(x)},
+    "an IterableDataset with a length": lambda x: {"data_loader": Sized(x)},
     "generator": lambda x: {"data_loader": (batch for batch in x)},
     "tuples with keywords last": lambda x: {"data_loader": [(batch, {"use_cache": False}) for batch in x]},
     "collect_func, tensors": lambda x: {"data_loader": x, "collect_func": lambda batch: batch},
