@@ -203,8 +203,6 @@ def sparse_ift(
     check_choice("member", member, MEMBERS)
     check_choice("iso", iso, ISO)
     check_whole("multiple", multiple)
-    if isinstance(activation, str | nn.Module):
-        raise ValueError(f"activation={activation!r}: give a class such as nn.ReLU, or None")
     level, model = float(sparsity), model_or_config
     if member == "wide":
         if include is not None:
@@ -301,6 +299,8 @@ def _replaced(
 
     The model is left as it is.
     """
+    if isinstance(activation, str | nn.Module):
+        raise ValueError(f"activation={activation!r}: give a class such as nn.ReLU, or None")
     weights = find_weights(model)
     why = _why_dense(model, weights, include)
     modules, sparse, rows = {}, {}, {}
