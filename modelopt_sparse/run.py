@@ -33,7 +33,9 @@ LARGEST = 2.0**40  # of a weight: far beyond those of any model, and sums of its
 
 
 def refuse_unusable(layer: Layer) -> None:
-    """Raise `Unreadable` for a weight that holds NaN, inf, or values whose squares may overflow."""
+    """Raise `Unreadable` for a weight that holds NaN, inf, or values whose squares may overflow, or is expanded."""
+    if any(step == 0 and size > 1 for step, size in zip(layer.values.stride(), layer.values.shape)):
+        raise Unreadable(f"layer {layer.name!r} is expanded, so that its weights share memory: clone it, or exclude it")
     low, high = map(float, layer.values.aminmax())
     if not math.isfinite(largest := max(-low, high)):
         advice = "repair the checkpoint or exclude it (modelopt-sparse finalize, if NaN stands for pruned weights)"

@@ -159,11 +159,8 @@ def _classify(
     module: nn.Module, param: str, attention_out: Mapping[nn.Module, nn.Module], mixture: Mixture
 ) -> Adapter | str:
     """The adapter of a parameter, or the reason why it is not prunable."""
-    weight = parameter_of(module, param)
-    if weight.is_complex():
+    if parameter_of(module, param).is_complex():
         return "complex weights: methods prune real ones"
-    if any(step == 0 and size > 1 for step, size in zip(weight.stride(), weight.shape)):
-        return "expanded, so that its weights share memory: clone it to prune it"
     attention = module if isinstance(module, nn.MultiheadAttention) else attention_out.get(module)
     if attention is not None and dense_class(attention).forward is not nn.MultiheadAttention.forward:
         return f"{dense_class(attention).__name__} has a forward of its own, which may do something else with it"
