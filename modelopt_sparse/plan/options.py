@@ -652,7 +652,7 @@ def _check_types(config: SparsifyConfig) -> None:
         allowed = " or ".join(map(repr, OWN_WINDOWS))
         raise ValueError(f"self_data={shown(config.self_data)}: must be a number of windows of text, 0, {allowed}")
     data = config.data_loader
-    if data is not None and (isinstance(data, (Mapping, str)) or not isinstance(data, (Iterable, Dataset))):
+    if data is not None and (isinstance(data, Mapping) or not isinstance(data, (Iterable, Dataset))):
         raise TypeError(f"data_loader is a {type(data).__name__}: give an iterable of batches")
     for name in ("collect_func", "forward_loop", "tokenizer", "processor"):
         if (value := getattr(config, name)) is not None and not callable(value):
