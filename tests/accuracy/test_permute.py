@@ -264,6 +264,14 @@ class SharesBeside(Block):
         return x + self.down(hidden), hidden
 
 
+class SharesImaginary(Block):
+    """What later blocks may read is the imaginary part."""
+
+    def forward(self, x, hidden):
+        hidden = self.up(x).relu()
+        return x + self.down(hidden), torch.complex(torch.ones_like(hidden), hidden)
+
+
 class Sharing(Stacked):
     kind = Shares
 
@@ -284,6 +292,10 @@ class SharingBeside(Stacked):
         return self.head(x)
 
 
+class SharingImaginary(SharingBeside):
+    kind = SharesImaginary
+
+
 def masked() -> nn.Module:
     return mts.sparsify(tiny_llama(), "magnitude", include=["*up_proj", "*o_proj"])
 
@@ -294,6 +306,7 @@ STAY = {  # model, data, options
     "hardly scaled": (lambda: nn.Sequential(HardlyScaled(), HardlyScaled()), ROWS, {}),
     "written to what later blocks read": (Sharing, vectors(), {}),
     "put out beside the first tensor": (SharingBeside, vectors(), {}),
+    "put out as imaginary parts": (SharingImaginary, vectors(), {}),
     "not reached": (lambda: nn.Sequential(Unreached(), Unreached()), ROWS, {}),
     "makers that are left out of the plan": (tiny_llama, token_batches(), {"exclude": ["*gate_proj", "*v_proj"]}),
     "layers that carry masks": (masked, token_batches(), {}),
