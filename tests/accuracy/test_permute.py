@@ -356,6 +356,10 @@ def test_an_interruption_while_an_order_is_tried_leaves_the_old_one(call):
 def test_patterns_without_groups_are_refused():
     refused(mts.make_plan, tiny_llama(), "wanda", match="permute is for N:M patterns", pattern=0.5, permute=True)
     refused(mts.make_plan, tiny_llama(), "wanda", match="permute='yes': must be True or False", permute="yes")
+    given = {"pattern": 0.5, "permute": True, "quality": "balanced", "budget": None}
+    refused(mts.make_plan, tiny_llama(), match="permute is for N:M patterns", **given)
+    config = mts.SparsifyConfig(permute=True, quality="balanced", rules={"*": {"pattern": 0.5}})
+    refused(mts.make_plan, tiny_llama(), "wanda", config, match="permute is for N:M patterns")
     # set by quality, for the pattern that no layer has by the rules
     plan = mts.make_plan(tiny_llama(), quality="balanced", rules={"*": {"pattern": 0.5}})
     assert {str(layer.pattern) for layer in plan.layers} == {"50% per matrix"}
