@@ -398,12 +398,8 @@ def drop_bound_forward(module: nn.Module) -> None:
 
 def _own_masks(module: SparseModule) -> list[tuple[str, Tensor]]:
     """(parameter name, mask) of the masks that a module itself holds."""
-    masks = []
-    for name in module.masked_names:
-        mask = module._buffers.get(name + SUFFIX)
-        if module._parameters.get(name) is not None and mask is not None:
-            masks.append((name, mask))
-    return masks
+    masks = ((name, module._buffers.get(name + SUFFIX)) for name in module.masked_names)
+    return [(name, mask) for name, mask in masks if mask is not None and module._parameters.get(name) is not None]
 
 
 # the forward ----------------------------------------------------------------------------------------------------------
