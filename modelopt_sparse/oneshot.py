@@ -3,7 +3,6 @@
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -79,7 +78,6 @@ def prune(
 
     ``calls`` are those of the calibration data, if it has been read before.
     """
-    config = config if processes.rank == 0 else replace(config, progress=False)
     plan = plan_for(model, method, config)
     check_run(plan, config)
     _check(model, plan, config, storage)

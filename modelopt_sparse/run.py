@@ -210,8 +210,8 @@ class Run:
                 seconds[name] = round(seconds.get(name, 0.0) + spent, 3)
 
     def bar(self, title: str, unit: str, total: int) -> Progress:
-        """A bar for one part of the run."""
-        return Progress(title, unit, total, show=self.config.progress)
+        """A bar for one part of the run, in the first of several processes."""
+        return Progress(title, unit, total, show=self.config.progress if self.processes.rank == 0 else False)
 
     @cached_property
     def widened(self) -> set[nn.Module]:

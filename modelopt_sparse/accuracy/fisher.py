@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from modelopt_sparse.accuracy.tuning import only_these_require_grad
 from modelopt_sparse.calibration.data import batch_rows
 from modelopt_sparse.calibration.forward import CalibrationData, NumberedCall
-from modelopt_sparse.model.devices import flat_tensors, forwards_replaced, has_hook, input_device
+from modelopt_sparse.model.devices import dense_rows, flat_tensors, forwards_replaced, has_hook, input_device
 from modelopt_sparse.model.layers import Layer
 from modelopt_sparse.model.output import OutputError, size_of
 from modelopt_sparse.run import Run
@@ -91,7 +91,7 @@ def gradients_of(data: CalibrationData, blocks: Sequence[nn.Module], layers: Seq
         sums[key] = sums[key] + values if key in sums else values
 
     def take_output(index: int, gradient: Tensor) -> None:
-        rows = gradient.detach().flatten(0, -2).float()
+        rows = dense_rows(gradient.detach()).flatten(0, -2).float()
         add(index, rows.T @ rows)
 
     def take_gradient(layer: Layer, weight: Tensor) -> None:

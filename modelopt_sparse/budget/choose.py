@@ -4,6 +4,7 @@ the curve of what budgets cost."""
 import math
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 from modelopt_sparse.budget.costs import ChoiceCosts, Chosen, zeros_in
 from modelopt_sparse.budget.losses import NoLosses, divergences, tabled
 from modelopt_sparse.calibration.forward import CalibrationData
+from modelopt_sparse.model.masking import remove_masks, without_masks
 from modelopt_sparse.model.output import OutputError
 from modelopt_sparse.plan.budget import DENSE, Budget, parse_choice
 from modelopt_sparse.plan.plan import Plan
@@ -54,6 +56,10 @@ def budgeted(data: CalibrationData) -> CalibrationData:
         run.processes.check_same({"the plan of the budget": str(decision["layers"])}, "report this")
         run.storage.save_choice(decision)
     plan = planned(run.plan, {name: parse_choice(text) for name, text in decision["layers"].items()})
+    if run.config.replace:  # also of layers that stay dense
+        stay = {layer_plan.name for layer_plan in plan.layers}
+        dense = [layer_plan.layer for layer_plan in run.plan.layers if layer_plan.name not in stay]
+        remove_masks(run.model, {name for layer in dense for name in layer.parameter_names})
     run.report.skipped = plan.skipped
     run.report.budgeted(decision)
     return replace(data, run=replace(run, plan=plan))
@@ -65,6 +71,11 @@ KL_CURVATURE = 0.75  # c in: real KL = x (1 + c x), with x the sum of losses tim
 def decided(data: CalibrationData) -> tuple[CalibrationData, dict[str, Any]]:
     """Choose by losses, or take the plain plan if the choice turns out worse on the batches held back -> (the data,
     with the metrics that come from the same gradients; the decision as the report has it)."""
+    with without_masks(data.run.model) if data.run.config.replace else nullcontext():
+        return _decided(data)
+
+
+def _decided(data: CalibrationData) -> tuple[CalibrationData, dict[str, Any]]:
     budget = data.run.config.budget
     assert budget is not None
     data, costs = tabled(data)

@@ -430,7 +430,7 @@ class AtBlock:
         done = self.done | {self.block} if go_on else self.done
         with self.again.watching(), hooks as padding, forward_context(self.run):
             for call in self.calls:
-                padding.masks = call.masks
+                padding.begin(call.masks)
                 begin(call)
                 self._run_to(call, self.block, done)
         self.done = done

@@ -360,7 +360,7 @@ def _run_some(dense: DenseRun, chosen: Sequence[NumberedCall]) -> Tried:
         forward_context(run),
     ):
         for call in chosen:
-            padding.masks = call.masks
+            padding.begin(call.masks)
             dense.begin(call)
             again.run_to(call)
             bar.update()

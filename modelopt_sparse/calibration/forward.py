@@ -65,6 +65,7 @@ def input_hooks(
 
     def on_layer(module: nn.Module, args: tuple, kwargs: dict) -> None:
         nonlocal inside
+        padding.refuse_other_thread(layers[module][0])
         if inside:  # an adapter is running the module to see behind it
             return
         inside = True
@@ -241,7 +242,7 @@ class CalibrationData:
             call = Call(args, kwargs) if calls is None else replace(calls[number], args=args, kwargs=kwargs)
             masks = self.masks_of(call, module)
             if padding is not None:
-                padding.masks = masks
+                padding.begin(masks)
             if module is run.model:
                 number += calls is None
                 begin(NumberedCall(number, call, masks))

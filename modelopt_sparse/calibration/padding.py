@@ -5,6 +5,7 @@ that goes for the input of a layer.
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from threading import get_ident
 from typing import Any, Literal
 
 import torch
@@ -286,10 +287,19 @@ class PaddingOfInputs:
 
     def __init__(self, sides: Mapping[nn.Module, Around]) -> None:
         self._sides = sides
-        self.masks = PaddingOfCall()
+        self.masks, self._thread = PaddingOfCall(), None
         self._from_encoder: list[Tensor] = []  # what a decoder block is given beside its hidden states
         self._hidden_shape: torch.Size | None = None  # of these, without their width
         self._token_of_row: dict[nn.Module, Tensor] = {}  # router -> the token of each row that it has sorted
+
+    def begin(self, masks: PaddingOfCall) -> None:
+        """A call of the model begins, in this thread."""
+        self.masks, self._thread = masks, get_ident()
+
+    def refuse_other_thread(self, layer: Layer) -> None:
+        """Raise PaddingError if a layer runs in another thread than the call that has begun."""
+        if self._thread not in (None, get_ident()):
+            raise PaddingError(f"layer {layer.name!r} runs in another thread than its model: calibrate in one thread")
 
     def on_block(self, block: nn.Module, args: tuple, kwargs: dict) -> None:
         hidden, *others = (*args, *kwargs.values()) or (None,)

@@ -41,7 +41,7 @@ def fingerprint_of(value: Any, *, exact: bool) -> Fingerprint:
             bits = x.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
             numbers: tuple = (hash(bits.tobytes()),)
         else:
-            wide = (torch.view_as_real(x) if x.is_complex() else x).double().nan_to_num(1.0, 2.0, -2.0)
+            wide = x.double().nan_to_num(1.0, 2.0, -2.0)
             numbers = (float(wide.norm()), *_signed_sums(wide))
         prints.append((x.dtype, x.shape, numbers))
     return prints

@@ -11,10 +11,11 @@ in memory (fused experts); its save_pretrained converts them back, block by bloc
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from torch import nn
 
@@ -43,9 +44,10 @@ from modelopt_sparse.checkpoint.streamed import (
     write_index,
 )
 from modelopt_sparse.checkpoint.workfolder import REPORT, WorkFolder, is_finished, opened, remove_leftovers, work_path
+from modelopt_sparse.checks import shown
 from modelopt_sparse.distributed import Processes, RankError
 from modelopt_sparse.methods.scores import Magnitude
-from modelopt_sparse.model.hf import empty_model
+from modelopt_sparse.model.hf import FLOATS, empty_model
 from modelopt_sparse.model.masking import dense_class, named_masks, remove_masks
 from modelopt_sparse.oneshot import check_run, prune
 from modelopt_sparse.plan.options import OWN_WINDOWS, SparsifyConfig
@@ -162,7 +164,6 @@ def shrink_checkpoint(
     _refuse_whole_model(config, "shrink", [(budget, "budget", instead), (by_kl, "blocks_by='kl'", instead)])
     with Processes.of(config.distributed) as processes:
         target = _place(Path(target), source, overwrite=overwrite)
-        config = config if processes.rank == 0 else replace(config, progress=False)
         remote: dict[str, Any] = {"trust_remote_code": trust_remote_code}
         folder = local_folder(source, revision)
         if (described := _description_in(folder)) is not None and described.masks:
@@ -212,8 +213,8 @@ class _Job:
 
 def _streamed(job: _Job, target: Path, processes: Processes, *, overwrite: bool) -> Report:
     """Do the work from where an earlier run has left it, and put the folder in its place."""
-    files, report = SourceFiles(job.folder, processes), None
-    notes, started = list[str](), {**job.started, "dtype": str(job.dtype), **({"packed": True} if job.packed else {})}
+    dtype, files, report = _dtype(job.dtype), SourceFiles(job.folder, processes), None
+    notes, started = list[str](), {**job.started, "dtype": str(dtype), **({"packed": True} if job.packed else {})}
     if job.quantized is not None:
         notes.append(str(job.quantized))
         started["quantized source"] = str(job.quantized)
@@ -223,7 +224,7 @@ def _streamed(job: _Job, target: Path, processes: Processes, *, overwrite: bool)
             work.check(files.hashes, None if job.calls is None else digest_of(job.calls))
         if not work.finished:
             with files.watched():
-                model, places = without_blocks(job.folder, job.names, job.dtype, job.quantized, work, job.remote)
+                model, places = without_blocks(job.folder, job.names, dtype, job.quantized, work, job.remote)
                 files.check_all()  # what lies outside of the blocks has been read
                 with Streamed(model, job.names, places, work, files, spill=job.spill, packed=job.packed) as storage:
                     report = job.work_on(storage, work)
@@ -280,6 +281,14 @@ def _refuse_whole_model(config: SparsifyConfig, verb: str, further: Iterable[tup
         if is_set:
             problem = f"{option} runs the whole model, which streaming never holds"
             raise ValueError(f"{problem}: {instead}, or {IN_MEMORY} {verb}")
+
+
+def _dtype(value: Any) -> Any:
+    """The option dtype, a name as the torch.dtype. Raises ValueError for one that weights cannot be pruned in."""
+    dtype = getattr(torch, value, value) if isinstance(value, str) else value
+    if isinstance(dtype, torch.dtype) and dtype not in FLOATS:
+        raise ValueError(f"dtype={shown(value)}: give one of {', '.join(map(str, FLOATS))}")
+    return dtype
 
 
 def _description_in(folder: Path) -> Description | None:

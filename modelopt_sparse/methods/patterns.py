@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from fractions import Fraction
+from numbers import Integral, Real
 from typing import TypeVar
 
 import torch
@@ -107,13 +108,15 @@ class _Pattern(ABC):
 class NM(_Pattern):
     """N:M sparsity: n kept of every m consecutive weights along the input dimension.
 
-    Raises ValueError unless 0 < n <= m.
+    Raises TypeError unless they are whole numbers, and ValueError unless 0 < n <= m.
     """
 
     n: int
     m: int
 
     def __post_init__(self) -> None:
+        if not all(isinstance(x, Integral) and not isinstance(x, bool) for x in (self.n, self.m)):
+            raise TypeError(f"{self!r}: N (kept) and M must be whole numbers, as in NM(2, 4)")
         if not 0 < self.n <= self.m:
             raise ValueError(f"pattern '{self.n}:{self.m}': N (kept) must be from 1 to M; write for example '2:4'")
 
@@ -180,8 +183,8 @@ class Unstructured(_Pattern):
     scope: str | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.sparsity < 1:
-            raise ValueError(f"sparsity {self.sparsity}: the pruned fraction must be in [0, 1), such as 0.5 or '50%'")
+        if not (isinstance(self.sparsity, Real) and 0 <= self.sparsity < 1):
+            raise ValueError(f"sparsity {self.sparsity!r}: the pruned fraction must be in [0, 1), such as 0.5 or '50%'")
         if self.scope is not None and self.scope not in SCOPES:
             raise ValueError(f"scope {self.scope!r} of an unstructured pattern: allowed are {', '.join(SCOPES)}")
 

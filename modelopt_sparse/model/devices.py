@@ -170,10 +170,11 @@ def count_nonzero(x: Tensor) -> int:
 
 
 def dense_rows(x: Tensor) -> Tensor:
-    """A sparse tensor as a dense one, and the rows of all tensors in a nested one; any other as it is."""
+    """A sparse tensor as a dense one, a nested one as its rows, complex numbers as two each; any other as it is."""
     if x.is_nested:
         return torch.cat(x.unbind())
-    return x if x.layout == torch.strided else x.to_dense()
+    x = x if x.layout == torch.strided else x.to_dense()
+    return torch.view_as_real(torch.atleast_1d(x).resolve_conj()).flatten(-2) if x.is_complex() else x
 
 
 def map_batch(function: Callable[[Tensor], Tensor], value: Any) -> Any:

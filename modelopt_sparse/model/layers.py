@@ -264,6 +264,12 @@ class Layer:
         return parameter_of(self.owner, self.param)
 
     @property
+    def parameter_names(self) -> list[str]:
+        """All names of the parameter in the model."""
+        ending = ".weight" if self.param == "weight" else ""
+        return [self.parameter_name, *(f"{name}{ending}" for name in self.tied_names)]
+
+    @property
     def values(self) -> Tensor:
         """The tensor that holds the parameter's values: accelerate may hold them elsewhere between calls."""
         return stored(self.owner, self.param).detach()

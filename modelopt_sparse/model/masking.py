@@ -104,9 +104,10 @@ def update_mask(module: nn.Module, name: str, mask: Tensor) -> None:
 def _check_mask(name: str, mask: Tensor, like: Tensor) -> None:
     if not isinstance(mask, Tensor):
         raise TypeError(f"mask of {name!r} is a {type(mask).__name__}: give a torch.bool tensor, True = kept")
-    if mask.dtype != torch.bool or mask.shape != like.shape:
-        form = f"{mask.dtype} {list(mask.shape)}"
-        raise ValueError(f"mask of {name!r} is {form}: it must be torch.bool {list(like.shape)}, True = kept")
+    fits = (mask.dtype, mask.shape, mask.layout) == (torch.bool, like.shape, torch.strided)
+    if not fits or (mask.is_meta and not like.is_meta):
+        form = f"{mask.layout} {mask.dtype} {list(mask.shape)} on {mask.device}"
+        raise ValueError(f"mask of {name!r} is {form}: give torch.bool {list(like.shape)} with values, True = kept")
 
 
 def named_masks(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -229,8 +230,8 @@ def zero_state(optimizer: torch.optim.Optimizer, weight: nn.Parameter, mask: Ten
 
 def _find_parameter(module: nn.Module, name: str) -> tuple[nn.Module, str, nn.Parameter]:
     module = unwrapped(module)
-    path, _, param = name.rpartition(".")
     try:
+        path, _, param = name.rpartition(".")
         owner = module.get_submodule(path)
         return owner, param, parameter_of(owner, param)
     except AttributeError:
@@ -397,12 +398,8 @@ def drop_bound_forward(module: nn.Module) -> None:
 
 def _own_masks(module: SparseModule) -> list[tuple[str, Tensor]]:
     """(parameter name, mask) of the masks that a module itself holds."""
-    masks = []
-    for name in module.masked_names:
-        mask = module._buffers.get(name + SUFFIX)
-        if module._parameters.get(name) is not None and mask is not None:
-            masks.append((name, mask))
-    return masks
+    masks = ((name, module._buffers.get(name + SUFFIX)) for name in module.masked_names)
+    return [(name, mask) for name, mask in masks if mask is not None and module._parameters.get(name) is not None]
 
 
 # the forward ----------------------------------------------------------------------------------------------------------

@@ -555,6 +555,7 @@ class SparsifyConfig:
         else:
             raise TypeError(f"config is a {type(config).__name__}: give a mapping, a SparsifyConfig or None")
         options = {**translated(options), **translated(keywords)}
+        by_user = frozenset(options)
         if options.get("quality") is not None:
             quality = quality_of(options["quality"], method)
             patterns, choices = (parse_pattern(options.get("pattern", DEFAULT_PATTERN)),), options.get("choices")
@@ -569,6 +570,7 @@ class SparsifyConfig:
             raise ValueError(f"option {name!r} is not known: {ELSEWHERE[name]}")
         refuse_unknown(options, [*known, *method.options])
         made = cls(**options, options=method_options)
+        vars(made)["_passed"] &= by_user  # without what the quality has set
         used = made.budget or made.distill or (made.reconstruct and made.reconstruct.metric != "plain")
         if not used and (extra := [name for name in OF_OUTPUT if getattr(made, name) is not None]):
             raise ValueError(f"{' and '.join(extra)} go with budget=, distill= or reconstruct's metric: give one")

@@ -83,6 +83,9 @@ def plan_for(model: nn.Module, method: Method, config: SparsifyConfig) -> Plan:
     order = {name: i for i, (name, _) in enumerate(model.named_modules())}
     skipped.sort(key=lambda weight: order.get(weight.name, order.get(weight.name.rpartition(".")[0], 0)))
     _check_planned(model, planned, skipped, config)
+    patterns = {type(choice) for layer_plan in planned for choice in layer_plan.choices or (layer_plan.pattern,)}
+    if config.explicit().get("permute") and NM not in patterns:
+        raise ValueError("permute is for N:M patterns, and no layer has one: give pattern='2:4', or leave it out")
     memory, streamed = estimated(model, planned, stacks, config)
     plan = Plan(tuple(planned), tuple(skipped), memory, tuple(stacks), streamed=streamed)
     short = filter(None, (lacking(plan, config), tight(plan, config)))
@@ -259,9 +262,6 @@ def _check_planned(
             reasons.insert(0, f"{codes_in(model)}: load the model dequantized")
         reasons += [ANY_PARAMETER] if any("no adapter" in reason for reason in reasons) else []
         raise ValueError(f"nothing to prune in this {type(model).__name__}: {'; '.join(reasons)}")
-    patterns = {type(choice) for layer_plan in planned for choice in layer_plan.choices or (layer_plan.pattern,)}
-    if config.permute and NM not in patterns and config.quality is None:
-        raise ValueError("permute is for N:M patterns, and no layer has one: give pattern='2:4', or leave it out")
     homes = {_memory(x): name for name, x in model.named_buffers()}
     by_start = grouped(model.named_parameters(), lambda named: _memory(named[1].detach()) and named[1].data_ptr())
     for layer_plan in planned:

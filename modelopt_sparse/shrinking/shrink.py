@@ -96,7 +96,6 @@ def shrink(
     config = shrink_config(options)
     plain = checked(model)
     with Processes.of(config.distributed) as processes, run_eagerly(model):
-        config = config if processes.rank == 0 else replace(config, progress=False)
         plan = plan_for(plain, Magnitude(), config)
         what_goes = mlp, blocks, experts, to, budget, kept, protect, multiple_of, tensor_parallel
         request, sizes = decided(plain, plan, ShrinkRequest(*what_goes, criterion, refit, blocks_by), config)

@@ -354,20 +354,15 @@ def attach(layer_plan: LayerPlan, solution: Solution, report: LayerReport, run: 
 
     A layer is written whole or not at all, whatever fails: Ctrl-C waits.
     """
-    layer, model, config = layer_plan.layer, run.model, run.config
+    layer, config = layer_plan.layer, run.config
     mask, values = layer.unmatrix(solution.mask), layer.values
-    tied = [
-        f"{path}.{layer.param}"
-        for path, module in (model.named_modules() if layer.tied_modules else ())
-        if module in layer.tied_modules
-    ]
     # where an earlier run left a mask, it is replaced even if none is asked for now: it would prune by the old solution
     enforce = config.enforce or layer.param in dict(named_masks(layer.owner))
     with errors_name_layer(layer_plan, "while its solution was written into the model"), _uninterrupted():
         # what takes memory comes before the first write, so that a layer is never left half written
         new, pruned = layer.unmatrix(solution.weight), ~mask.to(values.device)
-        for name in (layer.parameter_name, *tied) if enforce else ():
-            set_mask(model, name, mask)
+        for name in layer.parameter_names if enforce else ():
+            set_mask(run.model, name, mask)
         values.copy_(new)
         values.masked_fill_(pruned, 0)
         run.report.layers.append(report)

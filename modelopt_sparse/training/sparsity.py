@@ -223,13 +223,15 @@ class Sparsity(ABC):
     @torch.no_grad()
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Until `_after_step` the optimizer sees no gradients at pruned places, but those that its closure makes."""
-        if not any(map(callable, (*args[1:], *kwargs.values()))):
+        if not _is_inner(optimizer) and not any(map(callable, (*args[1:], *kwargs.values()))):
             for weight in self._trained_by(optimizer):
                 weight.hide_faint()
 
     @torch.compiler.disable
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """One optimizer has made a step; with the last of them, the step is finished and masks may move."""
+        if _is_inner(optimizer):
+            return
         for weight in self._trained_by(optimizer):
             weight.show_faint()
         self._forget_plain()
@@ -459,6 +461,14 @@ def _entry(weight: SparseParameter) -> LayerReport:
         notes=[f"zeros beyond those of the mask when it was set: {zeros / weight.mask.numel():.1%}"] if zeros else [],
         **weight.counted(),
     )
+
+
+def _is_inner(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether hooks run in a step that another step of the optimizer has called, its subclass's with ``super()``."""
+    frame, code, steps = sys._getframe(), getattr(type(optimizer).step, "__code__", None), 0
+    while (frame := frame.f_back) is not None:
+        steps += frame.f_code is code and frame.f_locals.get("self") is optimizer
+    return steps > 1
 
 
 def _torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:

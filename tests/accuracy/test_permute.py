@@ -264,6 +264,14 @@ class SharesBeside(Block):
         return x + self.down(hidden), hidden
 
 
+class SharesImaginary(Block):
+    """What later blocks may read is the imaginary part."""
+
+    def forward(self, x, hidden):
+        hidden = self.up(x).relu()
+        return x + self.down(hidden), torch.complex(torch.ones_like(hidden), hidden)
+
+
 class Sharing(Stacked):
     kind = Shares
 
@@ -284,6 +292,10 @@ class SharingBeside(Stacked):
         return self.head(x)
 
 
+class SharingImaginary(SharingBeside):
+    kind = SharesImaginary
+
+
 def masked() -> nn.Module:
     return mts.sparsify(tiny_llama(), "magnitude", include=["*up_proj", "*o_proj"])
 
@@ -294,6 +306,7 @@ STAY = {  # model, data, options
     "hardly scaled": (lambda: nn.Sequential(HardlyScaled(), HardlyScaled()), ROWS, {}),
     "written to what later blocks read": (Sharing, vectors(), {}),
     "put out beside the first tensor": (SharingBeside, vectors(), {}),
+    "put out as imaginary parts": (SharingImaginary, vectors(), {}),
     "not reached": (lambda: nn.Sequential(Unreached(), Unreached()), ROWS, {}),
     "makers that are left out of the plan": (tiny_llama, token_batches(), {"exclude": ["*gate_proj", "*v_proj"]}),
     "layers that carry masks": (masked, token_batches(), {}),
@@ -343,6 +356,10 @@ def test_an_interruption_while_an_order_is_tried_leaves_the_old_one(call):
 def test_patterns_without_groups_are_refused():
     refused(mts.make_plan, tiny_llama(), "wanda", match="permute is for N:M patterns", pattern=0.5, permute=True)
     refused(mts.make_plan, tiny_llama(), "wanda", match="permute='yes': must be True or False", permute="yes")
+    given = {"pattern": 0.5, "permute": True, "quality": "balanced", "budget": None}
+    refused(mts.make_plan, tiny_llama(), match="permute is for N:M patterns", **given)
+    config = mts.SparsifyConfig(permute=True, quality="balanced", rules={"*": {"pattern": 0.5}})
+    refused(mts.make_plan, tiny_llama(), "wanda", config, match="permute is for N:M patterns")
     # set by quality, for the pattern that no layer has by the rules
     plan = mts.make_plan(tiny_llama(), quality="balanced", rules={"*": {"pattern": 0.5}})
     assert {str(layer.pattern) for layer in plan.layers} == {"50% per matrix"}

@@ -75,6 +75,42 @@ def test_errors_are_those_of_the_whole_model_on_the_batch_held_back():
     assert second.error_after == error(model, BLOCKS[1])
 
 
+class OfPairs(Block):
+    """Its state holds complex numbers, or two real ones for each."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        pairs = torch.view_as_real(x) if x.is_complex() else x.unflatten(-1, (-1, 2))
+        y = super().forward(pairs.sum(-1))
+        pairs = pairs + torch.stack((y, y / 2), -1)
+        return torch.view_as_complex(pairs) if x.is_complex() else pairs.flatten(-2)
+
+
+class Pairs(Stacked):
+    kind = OfPairs
+
+    def __init__(self, *, by_complex: bool) -> None:
+        super().__init__()
+        self.by_complex = by_complex
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.stack([self.stem(x)] * 2, -1)
+        x = torch.view_as_complex(x) if self.by_complex else x.flatten(-2)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(torch.view_as_real(x).sum(-1) if self.by_complex else x.unflatten(-1, (-1, 2)).sum(-1))
+
+
+@pytest.mark.parametrize("metric", ["plain", "fisher"])
+def test_complex_outputs_are_compared_as_two_real_ones(metric):
+    """Both parts count."""
+    options = {"data_loader": vectors(8), "reconstruct": {"epochs": 2, "metric": metric}, "progress": False}
+    models = [mts.sparsify(Pairs(by_complex=by_complex), "wanda", **options) for by_complex in (True, False)]
+    found, wanted = ([block.error_after for block in mts.report(model).blocks] for model in models)
+    assert found == pytest.approx(wanted, rel=1e-4)
+    for one, other in zip(*(model.parameters() for model in models)):
+        torch.testing.assert_close(one, other)
+
+
 @pytest.mark.parametrize("method", ["magnitude", "wanda", "sparsegpt", "alps"])
 def test_no_block_gets_worse_and_most_get_better(method):
     report = mts.report(sparsified(None, method, data_loader=token_batches(16), reconstruct=4))

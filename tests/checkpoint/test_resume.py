@@ -34,6 +34,8 @@ BEFORE_ANYTHING: list[tuple[dict[str, Any], str]] = [
     ({"data_loader": None}, "needs calibration data"),
     ({"data_loader": []}, "data_loader gives no batch"),
     ({"pattern": "2-4"}, "pattern '2-4' is not known"),
+    ({"dtype": torch.float8_e4m3fn}, "dtype=torch.float8_e4m3fn: give one of torch.float16, torch.bfloat16, torch.fl"),
+    ({"dtype": "float8_e5m2"}, "dtype='float8_e5m2': give one of torch.float16"),
     ({"dampin": 1}, "option 'dampin' is not known"),
     ({"distill": True}, "distill runs the whole model, .*: leave it out, or load the model"),
     ({"data_loader": None, "forward_loop": print}, "forward_loop runs the whole model, .* give data_loader= or data="),
@@ -76,6 +78,14 @@ def test_a_generator_is_read_once(stopped):
         streamed(source, target, **given)
     given["data_loader"] = iter(token_batches(3, seed=5))
     assert len(streamed(source, target, overwrite=True, **given).layers) == 21
+
+
+def test_a_dtype_is_the_same_by_its_name(source, tmp_path):
+    given: dict[str, Any] = {"data_loader": token_batches(2), "method": Stopping(10)}
+    with pytest.raises(KeyboardInterrupt):
+        streamed(source, tmp_path / "sparse", dtype="bfloat16", **given)
+    report = streamed(source, tmp_path / "sparse", dtype=torch.bfloat16, **given)
+    assert "1 of 3 blocks were reused from a stopped run" in report.notes
 
 
 # stopped, and started with something else -----------------------------------------------------------------------------
@@ -315,6 +325,21 @@ def test_an_output_head_takes_a_run_of_its_own_and_is_refused(tmp_path):
     source = saved(tmp_path / "dense", lambda: tiny_llama(tie_word_embeddings=False, vocab_size=96))
     with pytest.raises(ValueError, match=r"layer 'lm_head' is not in one block.*exclude it, or load the model"):
         streamed(source, tmp_path / "sparse", "wanda", include=["lm_head"], data_loader=token_batches(2))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dense"]
+
+
+@pytest.mark.parametrize("method", ["magnitude", "wanda"])
+def test_a_module_that_stands_in_two_blocks_is_refused(source, tmp_path, monkeypatch, method):
+    empty_model = stream.empty_model
+
+    def shared(*args, **kwargs):
+        model: Any = empty_model(*args, **kwargs)
+        model.model.layers[2].mlp = model.model.layers[0].mlp
+        return model
+
+    monkeypatch.setattr(stream, "empty_model", shared)
+    with pytest.raises(ValueError, match=r"layer 'model\.layers\.0\.mlp\.gate_proj' is not in one block: exclude it"):
+        streamed(source, tmp_path / "sparse", method, data_loader=token_batches(2))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dense"]
 
 

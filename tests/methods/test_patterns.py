@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -222,6 +223,28 @@ BAD = [
     ("100%", "sparsity 1.0: the pruned fraction"),
     ("50% per tensor", "scope 'tensor' of an unstructured pattern: allowed are row, matrix"),
 ]
+
+
+@pytest.mark.parametrize(
+    ("make", "values", "message"),
+    [
+        (NM, ("2", "4"), r"NM\(n='2', m='4'\): N .kept. and M must be whole numbers, as in NM\(2, 4\)"),
+        (NM, (2, 4.0), r"NM\(n=2, m=4.0\): N .kept. and M must be whole"),
+        (NM, (True, 4), r"NM\(n=True, m=4\): N .kept. and M must be whole"),
+        (NM, (None, 4), r"NM\(n=None, m=4\): N .kept. and M must be whole"),
+        (Unstructured, ("0.5",), "sparsity '0.5': the pruned fraction must be"),
+        (Unstructured, (None,), "sparsity None: the pruned fraction must be"),
+        (Unstructured, (torch.tensor(0.5),), r"sparsity tensor\(0.5000\): the pruned fraction must be"),
+    ],
+)
+def test_a_pattern_of_wrong_types_is_refused_when_it_is_made(make, values, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        make(*values)
+
+
+def test_numbers_of_numpy_are_numbers():
+    assert str(NM(np.int64(2), np.int64(4))) == "2:4"
+    assert Unstructured(np.float32(0.3)).zeros_in((4, 10)) == 12
 
 
 @pytest.mark.parametrize(("value", "message"), BAD)

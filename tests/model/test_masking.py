@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_submodules
-from torch import nn
+from torch import Tensor, nn
 
 import modelopt_sparse as mts
 from tests.helpers import assert_same_masks
@@ -81,14 +81,24 @@ def test_set_mask_refuses_what_does_not_fit_and_leaves_the_module_as_it_was():
         (nn.Linear(8, 8), "wieght", kept, "Linear has no parameter 'wieght'.*full name"),
         (nn.Linear(8, 8), "0.weight", kept, "no parameter '0.weight'"),
         (nn.Linear(8, 8, bias=False), "bias", kept, "no parameter 'bias'"),
-        (nn.Linear(8, 8), "weight", kept[:4], r"'weight' is torch.bool \[4, 8\]: it must be torch.bool \[8, 8\]"),
-        (nn.Linear(8, 8), "weight", kept.float(), r"torch.float32 \[8, 8\]: it must be torch.bool.*True = kept"),
+        (
+            nn.Linear(8, 8),
+            "weight",
+            kept[:4],
+            r"'weight' is torch.strided torch.bool \[4, 8\] .*: give torch.bool \[8, 8\]",
+        ),
+        (nn.Linear(8, 8), "weight", kept.float(), r"torch.float32 \[8, 8\] on cpu: give torch.bool.*True = kept"),
         (nn.Linear(8, 8), "weight", None, r"mask of 'weight' is a NoneType: give a torch\.bool tensor, True = kept"),
+        (nn.Linear(8, 8), "weight", kept.tolist(), r"mask of 'weight' is a list: give a torch\.bool tensor"),
+        (nn.Linear(8, 8), "weight", kept.numpy(), r"mask of 'weight' is a ndarray: give a torch\.bool tensor"),
+        (nn.Linear(8, 8), "weight", kept.to("meta"), r"\[8, 8\] on meta: give .* with values"),
+        (nn.Linear(8, 8), "weight", kept.to_sparse(), "mask of 'weight' is torch.sparse_coo torch.bool"),
+        (nn.Linear(8, 8), 5, kept, "Linear has no parameter 5: give a full name"),
         (Masked(), "weight", ~kept, "Masked has an attribute 'weight_mask', where.*enforce=False"),
         (replaced, "weight", ~kept, "forward of this Linear was replaced on the instance.*subclass"),
     ]:
         before, kind = copy.deepcopy(module.state_dict()), type(module)
-        with pytest.raises(TypeError if mask is None else ValueError, match=message):
+        with pytest.raises(ValueError if isinstance(mask, Tensor) else TypeError, match=message):
             mts.set_mask(module, name, mask)
         assert type(module) is kind
         assert not list(mts.named_masks(module)) or kind is Masked

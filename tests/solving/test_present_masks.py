@@ -62,6 +62,24 @@ def test_fewer_zeros_than_the_mask_has_are_refused():
     refused(mts.sparsify, model, "magnitude", pattern="2:4", parts=["up_proj", "75.00%", "2:4"])
 
 
+def test_replace_drops_the_masks_of_layers_that_a_budget_leaves_dense():
+    """Their zeros are values like others, and the report says so."""
+    model = mts.sparsify(tiny_llama(), "wanda", pattern="2:4", **DATA)
+    values = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    given = {"budget": "15% zeros", "choices": ["dense", "1:4"], "replace": True}
+    report = mts.report(mts.sparsify(model, "wanda", **given, **DATA))
+    choices = {f"{name}.weight": choice for name, choice in report.settings["budget"]["layers"].items()}
+    dense = {name for name, choice in choices.items() if choice == "dense"}
+    assert masks_of(model).keys() == choices.keys() - dense
+    for row in mts.report(model).layers:
+        assert ("it carries no mask any more" in row.notes) == (row.parameter in dense)
+        if row.parameter in dense:
+            weight = model.get_parameter(row.parameter).detach()
+            assert torch.equal(weight, values[row.parameter])
+            assert row.zeros == weight.numel() // 2
+    assert len(dense) > 1
+
+
 STEPS: dict[str, dict[str, Any]] = {
     **{method: {"method": method} for method in METHODS},
     "dense values": {"method": "sparsegpt", "update": False},

@@ -118,6 +118,31 @@ def test_steps_may_be_compiled(attached):
     assert_same_masks(model, plain(), weights=False)  # a compiled AdamW counts its steps in float32
 
 
+class Calling(torch.optim.AdamW):
+    """Its step calls that of its base class, which has hooks of its own as soon as there was one of these."""
+
+    fails = False
+
+    def step(self, closure=None):
+        if self.fails:
+            raise MemoryError
+        return super().step(closure)
+
+
+def test_a_step_that_calls_the_one_of_its_base_class_is_one_step():
+    """Also after one that has failed."""
+    reference, model, sparsity = plain(), Mlp(), rigl()
+    optimizer = applied(sparsity, model, Calling, lr=0.05)
+    optimizer.fails = True
+    with pytest.raises(MemoryError):
+        run(model, optimizer, 1)
+    optimizer.fails = False
+    optimizer.zero_grad()
+    run(model, optimizer, 6)
+    assert sparsity.step == 6
+    assert_same_masks(model, reference)
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own deprecations
 def test_a_compiled_model_has_two_graphs_and_never_a_third():
