@@ -212,7 +212,7 @@ class CalibrationData:
         model, part = self.run.model, self.run.model if part is None else part
         masks = PaddingOfCall(part, self.run.report.notes)
         if not self.run.config.count_padding:
-            masks.tell(part, call.args, call.kwargs)
+            masks.tell(part, call.args, call.kwargs if call.labels is None else {**call.kwargs, "labels": call.labels})
             masks.told |= {(model, side): real for (_, side), real in masks.told.items()}
         masks.first = dict(masks.told)
         return masks
