@@ -277,7 +277,8 @@ class CalibrationData:
 
     def counted(self, output: Any, token_mask: Tensor | None = None) -> Output:
         """The part of a model's output that is compared. The report says by what, unless that is KL."""
-        counts = Output.of(output, self.run.config.output, self.run.config.divergence, token_mask)
+        problem = getattr(getattr(self.run.model, "config", None), "problem_type", None) or ""
+        counts = Output.of(output, self.run.config.output, self.run.config.divergence, token_mask, problem)
         if counts.by != "kl":
             self.run.report.settings["divergence"] = name_of(counts.by)
         return counts
