@@ -47,7 +47,7 @@ def blocks_recomputed(run: Run) -> Iterator[None]:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         again = partial(with_weights, block, forward)
-        return checkpoint(again, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+        return checkpoint(again, *args, use_reentrant=False, **kwargs)
 
     with onloaded, forwards_replaced([block for block in run.plan.blocks if block is not run.model], recomputed):
         yield
@@ -100,8 +100,8 @@ def gradients_of(data: CalibrationData, blocks: Sequence[nn.Module], layers: Seq
         weight.grad = None
 
     def after_block(block: nn.Module, args: tuple, output: Any) -> None:
-        state = flat_tensors(output)[0]
-        if state.dim() in (2, 3) and torch.is_grad_enabled():
+        state = next(iter(flat_tensors(output)), None)
+        if state is not None and state.dim() in (2, 3) and torch.is_grad_enabled():
             state.requires_grad_(True)  # nothing before it may ask for gradients
             state.register_hook(partial(take_output, indices[block]))
 

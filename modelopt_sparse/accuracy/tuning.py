@@ -252,9 +252,7 @@ class TunedWeight:
     def pop_gradient(self) -> Tensor | None:
         """Return the gradient of `values` and clear the parameter's."""
         gradient, self.parameter.grad = self.parameter.grad, None
-        if gradient is None:
-            return None
-        return self.tuned(gradient).to(self.values.dtype).contiguous()
+        return None if gradient is None else self.tuned(gradient).to(self.values.dtype).contiguous()
 
     @torch.no_grad()
     def step(self, gradient: Tensor | None, schedule: float, *, moves: bool = False) -> None:
@@ -495,14 +493,18 @@ def _elsewhere(module: nn.Module, part: nn.Module) -> Iterator[nn.Parameter]:
 
 @contextmanager
 def only_these_require_grad(part: nn.Module, chosen: Mapping[nn.Parameter, object]) -> Iterator[None]:
-    """While entered, only the ``chosen`` parameters of ``part`` require gradients."""
-    before = [(p, p.requires_grad, p.grad) for p in part.parameters()]
+    """While entered, only the ``chosen`` parameters of ``part`` require gradients, and no hook of the user's gets
+    these: it may scale them, or take a step with them."""
+    names = ("requires_grad", "grad", "_backward_hooks", "_post_accumulate_grad_hooks")
+    before = [(p, [getattr(p, name) for name in names]) for p in part.parameters()]
+
+    def put(values: Iterable[tuple[nn.Parameter, list[Any]]]) -> None:
+        for parameter, of_parameter in values:
+            for name, value in zip(names, of_parameter):
+                setattr(parameter, name, value)
+
     try:
-        for parameter, _, _ in before:
-            parameter.requires_grad_(parameter in chosen)
-            parameter.grad = None
+        put((p, [p in chosen, None, None, None]) for p, _ in before)
         yield
     finally:
-        for parameter, requires_grad, gradient in before:
-            parameter.requires_grad_(requires_grad)
-            parameter.grad = gradient
+        put(before)

@@ -149,8 +149,7 @@ class Calls:
 
     def _tell(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """Pre-hook of the model and parts of it: note which tokens their arguments call padding, for this call."""
-        attempt = self.attempt
-        if attempt is None or attempt.only_shapes:
+        if (attempt := self.attempt) is None or attempt.only_shapes:
             return
         masks = attempt.call.masks
         if module is self.run.model and not attempt.called:  # told before, by arguments that no device is waited for
@@ -223,8 +222,7 @@ class Calls:
 
     def _visit(self, block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Take the place of a block's ``forward``: answer with a kept output, compute, or stop the call."""
-        attempt = self.attempt
-        if attempt is None:
+        if (attempt := self.attempt) is None:
             self.outside.add(block)
             return forward(*args, **kwargs)
         if attempt.needed:
@@ -267,7 +265,8 @@ class Calls:
         attempt.begun |= block is attempt.wanted
         output = self._forward(attempt, block, forward, arguments.args, arguments.kwargs)
         answer = Answer.of(output, arguments, random, self._home.get(block))
-        dense_wanted = self.run.config.sequential == "none" or self.run.config.reconstruct is not None
+        config = self.run.config
+        dense_wanted = config.sequential == "none" or config.reconstruct is not None or config.budget is not None
         if answer is None and block in attempt.finished and dense_wanted:
             raise RuntimeError(f"the output of a {type(block).__name__} cannot be kept: nested, sparse or in an object")
         if answer is not None:
@@ -281,8 +280,7 @@ class Calls:
         return output
 
     def _after(self, block: nn.Module, args: Any, output: Any) -> None:
-        attempt = self.attempt
-        if attempt is not None and attempt.last == attempt.index:
+        if (attempt := self.attempt) is not None and attempt.last == attempt.index:
             attempt.over = True
             raise Stop
 

@@ -43,6 +43,7 @@ class Call:
     step: the number of the step of the optimizer that it is a part of, negative if the model has written it; None: it
       is one by itself. row: where in that step its rows begin.
     batch: the number of the user's batch that it comes from; None where calls are not put into steps.
+    labels: those that the model is not called with, which still tell what is padding.
     """
 
     args: tuple
@@ -50,6 +51,7 @@ class Call:
     step: int | None = None
     row: int = 0
     batch: int | None = None
+    labels: Any = None
 
 
 def batch_rows(args: tuple, kwargs: Mapping[str, Any]) -> int:
@@ -122,10 +124,8 @@ def in_steps(calls: Sequence[Call], seed: int | None) -> list[Call]:
             for part in split(call, step_rows, step_rows - start % step_rows)
         ]
     steps = [*dict.fromkeys(part.step for part in made)]
-    positions = dict(zip(steps, range(len(steps))))
-    if seed is not None:
-        drawn = torch.randperm(len(steps), generator=torch.Generator().manual_seed(seed))
-        positions = dict(zip(steps, drawn.tolist()))
+    drawn = torch.randperm(len(steps), generator=torch.Generator().manual_seed(seed or 0)).tolist()
+    positions = dict(zip(steps, range(len(steps)) if seed is None else drawn))
     made = [replace(part, step=positions[part.step]) for part in made]
     return sorted(made, key=lambda part: part.step or 0)
 

@@ -213,7 +213,7 @@ class CalibrationData:
         model, part = self.run.model, self.run.model if part is None else part
         masks = PaddingOfCall(part, self.run.report.notes)
         if not self.run.config.count_padding:
-            masks.tell(part, call.args, call.kwargs)
+            masks.tell(part, call.args, call.kwargs if call.labels is None else {**call.kwargs, "labels": call.labels})
             masks.told |= {(model, side): real for (_, side), real in masks.told.items()}
         masks.first = dict(masks.told)
         return masks
@@ -278,7 +278,8 @@ class CalibrationData:
 
     def counted(self, output: Any, token_mask: Tensor | None = None) -> Output:
         """The part of a model's output that is compared. The report says by what, unless that is KL."""
-        counts = Output.of(output, self.run.config.output, self.run.config.divergence, token_mask)
+        problem = getattr(getattr(self.run.model, "config", None), "problem_type", None) or ""
+        counts = Output.of(output, self.run.config.output, self.run.config.divergence, token_mask, problem)
         if counts.by != "kl":
             self.run.report.settings["divergence"] = name_of(counts.by)
         return counts

@@ -161,7 +161,7 @@ def _settle(scaled: Tensor, state: Scaled, pattern: Pattern, iterations: int) ->
         if settled.all():
             break
         some_settled = bool(settled.any())
-        growth = torch.where(changed >= 0.1, 1.3, torch.where(changed >= 0.005, 1.2, 1.1)).float()
+        growth = torch.where(changed >= 0.1, 1.3, torch.where(changed >= 0.005, 1.2, torch.full_like(changed, 1.1)))
         smaller, rho = rho, torch.where(settled, rho, (rho * growth).clamp_max(MAX_RHO))
         left_out *= smaller / rho
         inverse = None  # freed before the next one is made, as it is as large as the Gram matrix

@@ -46,14 +46,16 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 @contextmanager
-def in_eval_mode(*models: nn.Module) -> Iterator[None]:
-    """While entered, the models are in evaluation mode; afterwards each module is in its mode from before."""
-    modes = [(module, module.training) for model in models for module in model.modules()]
+def in_eval_mode(model: nn.Module) -> Iterator[None]:
+    """While entered, the model is in evaluation mode; afterwards each module is in its mode from before."""
+    modes = [(module, module.training) for module in model.modules()]
     try:
-        for model in models:
-            model.eval()
+        model.eval()
         yield
     finally:
+        for module, training in modes:
+            if type(module).train is not nn.Module.train:  # it may do more than set a flag
+                module.train(training)
         for module, training in modes:
             module.training = training
 
@@ -410,8 +412,7 @@ def refuse_what_cannot_be_written(model: nn.Module, names: set[str], *, masks: b
     for path, module in model.named_modules():
         hook = offloading_hook(module)
         for param, parameter in module.named_parameters(recurse=False):
-            name = full_name(path, param)
-            if name not in names:
+            if (name := full_name(path, param)) not in names:
                 continue
             if hook is None and parameter.is_meta:
                 raise ValueError(f"{name!r} is on the meta device and has no values: load the model first")

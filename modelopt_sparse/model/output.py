@@ -18,6 +18,10 @@ Which = str | int | Callable[[Any], Tensor]
 Divergence = str | Callable[[Tensor, Tensor], Tensor]
 
 
+# `problem_type` of a config -> the divergence of its logits, which are no classes
+OF_PROBLEMS = {"regression": "squared", "multi_label_classification": "bernoulli"}
+
+
 class OutputError(ValueError):
     """Which tensor of a model's output counts is not known, or it does not go with the divergence."""
 
@@ -50,9 +54,11 @@ class Output:
     token_mask: Tensor | None = None
 
     @classmethod
-    def of(cls, output: Any, which: Which | None, by: Divergence | None, token_mask: Tensor | None) -> "Output":
-        """``which``, ``by``: the options output and divergence. Raises OutputError where it cannot be told which tensor
-        counts, or the divergence is not defined for it."""
+    def of(
+        cls, output: Any, which: Which | None, by: Divergence | None, token_mask: Tensor | None, problem: str = ""
+    ) -> "Output":
+        """``which``, ``by``: the options output and divergence. ``problem``: the config's ``problem_type``. Raises
+        OutputError where it cannot be told which tensor counts, or the divergence is not defined for it."""
         parts = {"": output} if isinstance(output, Tensor) else parts_of(output)
         numbers = {name: x for name, x in parts.items() if _is_usable(x)}
         logits = getattr(output, "logits", parts.get("logits"))
@@ -65,7 +71,7 @@ class Output:
             form = f"a {type(output).__name__} with no {'logits' if which is None else shown(name_of(which))}"
             raise OutputError(f"the output is {form} but {holds}: give output=, a name, an index, or a function of it")
         is_logits, classes = values is logits, values.dim() > 1 and values.shape[-1] > 1
-        by = by or ("kl" if is_logits and classes and values.dim() < 4 else "squared")
+        by = by or (OF_PROBLEMS.get(problem, "kl") if is_logits and classes and values.dim() < 4 else "squared")
         if by == "kl" and not classes:
             raise OutputError(f"divergence='kl' is of logits [..., classes], not of {list(values.shape)}: give another")
         if by == "bernoulli" and not is_logits:

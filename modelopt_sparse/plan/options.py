@@ -447,7 +447,8 @@ class SparsifyConfig:
       divergence: how far the sparse model's output is from the dense one's: "kl", of logits over the last axis;
         "squared", the squared error in parts of the dense output's variance; "bernoulli", the KL divergence of each
         number, a probability; or a function of (dense, sparse), without padding, to a tensor whose mean counts. None:
-        "kl" of ``logits``, "squared" of others.
+        "kl" of ``logits``, "squared" of others; of logits whose ``problem_type`` in the config is
+        "multi_label_classification" "bernoulli", and "squared" of "regression".
       device: where blocks are calibrated and solved. None: where they are.
       autocast: "bfloat16" or "float16" runs the blocks under torch.autocast: faster for float32 models, and statistics
         are of activations in that precision; sums and solvers keep theirs. None: the model's own precision.

@@ -168,7 +168,7 @@ class _Seen:
         self.collector.see(replace(layer, name=layer.name + JUDGING) if judges else layer, inputs, token_masks)
         x_BSC = inputs[0].detach().abs().float()
         mask = token_masks[0]
-        real = torch.ones(x_BSC.shape[:-1], device=x_BSC.device) if mask is None else mask.float()
+        real = x_BSC.new_ones(x_BSC.shape[:-1]) if mask is None else mask.float()
         means = (x_BSC * real[..., None]).sum(-2) / real.sum(-1, keepdim=True).clamp_min(1)
         sums = means.square().view(-1, means.shape[-1]).sum(0)
         self.absolute[layer.name] = self.absolute.get(layer.name, torch.zeros_like(sums)) + sums

@@ -166,6 +166,31 @@ def test_labels_are_the_models_own_affair_and_a_rerun_has_the_same_bits():
     assert_same_state(sparsified(data_loader=batches), state_of(sparsified()))
 
 
+def test_tokens_that_labels_call_padding_do_not_count():
+    """Labels are left out of the calls, and still tell the padding of a decoder."""
+    batches = pairs()
+    for batch in batches:
+        batch["labels"][1, 5:] = -100
+    run, calibration = helpers.calibrated_run(encoder_decoder(), "wanda", data_loader=batches, distill=True)
+    with calibrating(run.model):
+        teacher = Teacher.of(calibration)
+        rows = sum(teacher.divergence(index)[1] for index in range(len(teacher.answers)))
+    assert rows == sum(int((batch["labels"] != -100).sum()) for batch in batches)
+
+
+def test_hooks_of_the_users_get_no_gradients():
+    """They may scale them, or take a step of an optimizer; afterwards they are there again."""
+    model, seen = tiny_llama(), []
+    for parameter in model.parameters():
+        parameter.register_hook(lambda gradient: seen.append(1) or gradient * 0)
+        parameter.register_post_accumulate_grad_hook(lambda parameter: seen.append(2))
+    options = {"reconstruct": {"epochs": 1, "metric": "fisher"}}
+    assert_same_state(sparsified(model, **options), state_of(sparsified(**options)))
+    assert not seen
+    model(token_batches(1)[0]).logits.sum().backward()
+    assert seen.count(1) == seen.count(2) == len([*model.parameters()])
+
+
 def test_a_head_that_is_pruned_is_no_teacher():
     """The divergence that the report states is that from the dense model, with its dense head."""
     batches = [token_batches(1)[0][:1].repeat(2, 1)] * BATCHES
@@ -374,6 +399,7 @@ def test_what_is_refused(tmp_path):
     centred = tiny_llama()
     centred.__class__ = Centred
     refused(sparsified, centred, parts=["distill: the output head puts out something else beside other samples"])
+    refused(sparsified, encoder_decoder(), data_loader=pairs(), output=1, match="output=1 counts the loss.*a name")
     shrinking = {"blocks": 1, "data_loader": token_batches(), "progress": False}
     refused(mts.shrink, centred, **shrinking, match="the output head .*: give output=")
     with pytest.raises(ValueError, match="distill calls the model itself"):

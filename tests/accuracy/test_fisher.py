@@ -1,5 +1,6 @@
 """The Fisher metric against gradients written out token by token, and what it changes in reconstruction."""
 
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 
@@ -8,6 +9,7 @@ import torch
 from torch import nn
 
 import modelopt_sparse as mts
+from modelopt_sparse.accuracy import distill
 from modelopt_sparse.accuracy import fisher as recompute
 from modelopt_sparse.accuracy.fisher import PLAIN, metric, with_metrics
 from modelopt_sparse.plan.options import Reconstruct
@@ -15,6 +17,7 @@ from modelopt_sparse.run import InMemory, calibrating
 from tests import helpers
 from tests.accuracy.tuned import BATCHES, outputs, relative, tuned_model
 from tests.helpers import Snapshot, assert_same_state, in_steps, refused, state_of, tiny_llama, token_batches
+from tests.models.stacked import Block, Stacked, vectors
 
 FISHER = {"epochs": 2, "metric": "fisher"}
 
@@ -128,6 +131,25 @@ def test_the_backward_pass_holds_one_block(monkeypatch):
     metrics_of(model, token_batches(1))
     blocks = list(model.model.layers)
     assert order == [*blocks, *reversed(blocks[1:])] * 2, "nothing before the first block's output asks for gradients"
+
+
+class Dropping(Block):
+    """Has dropout in evaluation mode, too."""
+
+    def forward(self, x):
+        return super().forward(nn.functional.dropout(x, 0.5, training=True))
+
+
+def test_a_block_that_runs_again_draws_the_same_random_numbers(monkeypatch):
+    """Also those of the backward pass of distillation, which leaves the caller's alone."""
+    ours, plain = (Stacked(block=Dropping) for _ in range(2))
+    random = torch.get_rng_state()
+    sparsified(ours, data_loader=vectors(8), reconstruct=None, distill=1)
+    assert torch.equal(torch.get_rng_state(), random)
+    monkeypatch.setattr(distill, "blocks_recomputed", lambda run: nullcontext())
+    sparsified(plain, data_loader=vectors(8), reconstruct=None, distill=1)
+    for name, x in ours.state_dict().items():
+        torch.testing.assert_close(x, plain.state_dict()[name])
 
 
 class Moving(nn.Linear):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaModel
+from transformers import BertConfig, BertForSequenceClassification, LlamaModel
 from transformers.modeling_outputs import BaseModelOutput
 
 import modelopt_sparse as mts
@@ -210,6 +210,24 @@ def test_the_judge(case):
     mts.report(model).evaluation = evaluation
     assert f"{evaluation.kl:.4f}" in str(evaluation)
     assert f"held-out batches: {evaluation}" in mts.report(model).text().replace("\n  ", " ")
+
+
+@pytest.mark.parametrize("problem", ["multi_label_classification", "regression"])
+def test_logits_that_are_no_classes(problem):
+    """KL divergence of their softmax would say nothing of them."""
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = BertConfig(**sizes, vocab_size=97, num_labels=3, problem_type=problem, initializer_range=0.3)
+    dense = BertForSequenceClassification(config).eval()
+    model, batches = mts.sparsify(copy.deepcopy(dense), "magnitude"), batches_of()
+    evaluation = mts.evaluate(model, batches, reference=dense, progress=False)
+    with torch.no_grad():
+        p, q = (torch.cat([each(**batch).logits for batch in batches]).double() for each in (dense, model))
+    if problem == "regression":
+        assert evaluation.kl == pytest.approx(float((p - q).square().sum() / (p - p.mean()).square().sum()), rel=1e-4)
+        return
+    terms = p.sigmoid() * (p.sigmoid() / q.sigmoid()).log() + (-p).sigmoid() * ((-p).sigmoid() / (-q).sigmoid()).log()
+    assert evaluation.kl == pytest.approx(float(terms.mean()), rel=1e-4)
+    assert evaluation.divergence == "bernoulli"
 
 
 # the meaning of gradients -------------------------------------------------------------------------------------------

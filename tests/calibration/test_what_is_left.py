@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import modelopt_sparse as mts
@@ -73,6 +74,26 @@ def test_a_model_in_training_mode_is_calibrated_in_evaluation_mode():
     flags = [module.training for module in model.modules()]
     assert_same(collected(model, blocks, data_loader=token_batches()), expected)
     assert [module.training for module in model.modules()] == flags
+
+
+class Merging(nn.Linear):
+    """Does more in ``train`` than to set a flag, as LoRA's own layers do."""
+
+    merged = False
+
+    def train(self, mode: bool = True) -> "Merging":
+        self.merged = not mode
+        return super().train(mode)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_module_with_a_train_of_its_own_is_told_of_the_mode_again(training):
+    model = nn.Sequential(nn.Linear(16, 16), nn.Sequential(Merging(16, 16))).train(training)
+    model[1].train(not training)
+    model[1][0].train(training)
+    mts.sparsify(model, "wanda", include="0", data_loader=vectors(), progress=False)
+    assert [x.training for x in model.modules()] == [training, training, not training, training]
+    assert model[1][0].merged is not training
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])

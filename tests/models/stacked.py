@@ -461,6 +461,20 @@ class Handing(Stacked):
         return super().forward(x)
 
 
+class PuttingOutObjects(Block):
+    def forward(self, x: Tensor) -> SimpleNamespace:
+        return SimpleNamespace(hidden=super().forward(x))
+
+
+class OfObjects(Stacked):
+    """Takes the hidden state out of what a block puts out."""
+
+    kind = PuttingOutObjects
+
+    def call(self, block: nn.Module, x: Tensor, place: int) -> Tensor:
+        return block(x).hidden
+
+
 class CountedBlock(Block):
     calls = 0
 

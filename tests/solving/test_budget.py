@@ -22,6 +22,7 @@ from modelopt_sparse.run import calibrating
 from tests import helpers
 from tests.helpers import assert_same_masks, assert_same_state, refused, state_of, tiny_llama, token_batches
 from tests.models import expert_models as experts
+from tests.models.stacked import OfObjects, Stacked, vectors
 from tests.models.tiny import TwoOutputs
 from tests.oracles import reference
 from tests.oracles.brute_force import inputs_of
@@ -252,6 +253,19 @@ def test_where_losses_cannot_be_measured_an_optional_budget_is_the_pattern(why):
     assert_same_masks(model, plain)
     start = f"50% per matrix in every layer, not shared out by losses: {why}"
     assert any(note.startswith(start) for note in report.notes)
+
+
+@pytest.mark.parametrize("more", [{}, {"reconstruct": {"epochs": 1, "metric": "auto"}}])
+def test_blocks_that_put_out_objects_are_weighed_through_the_whole_model(more):
+    """No output of theirs can be kept, and of what a block puts out no metric can be had."""
+    of_objects, plain = OfObjects(), Stacked()
+    options = {"budget": "40% zeros", "data_loader": vectors(8)}
+    with pytest.warns(UserWarning, match="the output of a PuttingOutObjects cannot be kept"):
+        report, said = budgeted(of_objects, **options, **more)
+    assert any("plain squared error: no gradient of" in note for note in report.notes) == bool(more)
+    if not more:
+        assert said["layers"] == budgeted(plain, **options)[1]["layers"]
+        assert_same_masks(of_objects, plain)
 
 
 REFUSED = [
