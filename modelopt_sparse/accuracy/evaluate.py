@@ -116,4 +116,4 @@ def _loss(logits: Tensor, batch: Tensor) -> float:
 
 def _exp(mean_loss: float) -> float:
     """exp, with infinity where a model has collapsed: Python's raises OverflowError."""
-    return float(torch.tensor(mean_loss, dtype=torch.float64).exp())
+    return float(torch.tensor(mean_loss, dtype=torch.float64, device="cpu").exp())

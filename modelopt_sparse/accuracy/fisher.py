@@ -132,7 +132,9 @@ def gradients_of(data: CalibrationData, blocks: Sequence[nn.Module], layers: Seq
     if not tokens:
         return None
     shapes = {layer.name: layer.matrix(layer.parameter).shape[:-1] for layer in layers}
-    rows = {name: totals.get(name, torch.zeros(shape, dtype=torch.float64)) for name, shape in shapes.items()}
+    rows = {
+        name: totals.get(name, torch.zeros(shape, dtype=torch.float64, device="cpu")) for name, shape in shapes.items()
+    }
     return Gradients(tokens, {block: totals[index] for block, index in indices.items() if index in totals}, rows)
 
 

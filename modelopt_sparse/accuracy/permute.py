@@ -171,7 +171,7 @@ def _moves(permutation: Permutation, score: Tensor, pattern: NM, processes: Proc
             lambda k: channel_order(by_head[:, k].flatten(0, 1), pattern.n, pattern.m).cpu(),
             range(heads.number),
         )
-        rows = [torch.arange(made[0])]
+        rows = [torch.arange(made[0], device="cpu")]
         for k, order in enumerate(orders):
             begin = heads.first + k * heads.stride
             rows[0][begin : begin + heads.size] = begin + order
@@ -277,7 +277,7 @@ def channel_order(score: Tensor, n: int, m: int, processes: Processes | None = N
     parts = -(-columns // block)
     size = len(groups) // parts  # a round leaves out what remains
     while gained > SMALL * kept_score:
-        dealt = torch.randperm(len(groups), generator=random)[: parts * size].view(parts, size)
+        dealt = torch.randperm(len(groups), generator=random, device="cpu")[: parts * size].view(parts, size)
         swapped = (processes or Processes()).dealt_out(
             "an order of channels", lambda part: _swapped(groups[part], score_CR, n), dealt
         )

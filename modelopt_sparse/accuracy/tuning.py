@@ -371,7 +371,7 @@ def tune(
     order, step, steps = torch.Generator().manual_seed(seed), 0, epochs * len(batches.steps)
     try:
         for epoch in range(1, epochs + 1):
-            for index in torch.randperm(len(batches.steps), generator=order).tolist():
+            for index in torch.randperm(len(batches.steps), generator=order, device="cpu").tolist():
                 _take_step(weights, batches, batches.steps[index], loss, step, steps)
                 step += 1
                 if bar is not None:

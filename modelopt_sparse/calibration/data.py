@@ -124,8 +124,10 @@ def in_steps(calls: Sequence[Call], seed: int | None) -> list[Call]:
             for part in split(call, step_rows, step_rows - start % step_rows)
         ]
     steps = [*dict.fromkeys(part.step for part in made)]
-    drawn = torch.randperm(len(steps), generator=torch.Generator().manual_seed(seed or 0)).tolist()
-    positions = dict(zip(steps, range(len(steps)) if seed is None else drawn))
+    positions = dict(zip(steps, range(len(steps))))
+    if seed is not None:
+        drawn = torch.randperm(len(steps), generator=torch.Generator().manual_seed(seed), device="cpu")
+        positions = dict(zip(steps, drawn.tolist()))
     made = [replace(part, step=positions[part.step]) for part in made]
     return sorted(made, key=lambda part: part.step or 0)
 
@@ -262,7 +264,7 @@ def _enough(config: SparsifyConfig, seq_len: int) -> Any:
 
 def _drawn(rows: int, config: SparsifyConfig) -> Tensor:
     """Draw rows without replacement by the seed -> their indices, ascending."""
-    order = torch.randperm(rows, generator=torch.Generator().manual_seed(config.seed))
+    order = torch.randperm(rows, generator=torch.Generator().manual_seed(config.seed), device="cpu")
     return order[: config.num_samples].sort().values
 
 
@@ -282,7 +284,7 @@ def chat_prompts(config: SparsifyConfig, model: nn.Module, windows: int, judges:
         if turns := [number for number, message in enumerate(chat) if message["role"] == "user"]:
             text = _chat_text(chat[: turns[-1] + 1], config.tokenizer, add_generation_prompt=True)
             ids = config.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-            prompts.append(torch.tensor(ids, dtype=torch.long))
+            prompts.append(torch.tensor(ids, dtype=torch.long, device="cpu"))
     return prompts
 
 
@@ -332,7 +334,7 @@ def tokens_of(data: Any, tokenizer: Any, *, split: str = "train", special_tokens
         # verbose=False: a whole file is longer than any model takes, and is cut into windows afterwards
         options = {"add_special_tokens": special_tokens and is_text and number == 0, "verbose": False}
         ids += tokenizer(row if is_text else _chat_text(row, tokenizer), **options)["input_ids"]
-    return torch.tensor(ids, dtype=torch.long)
+    return torch.tensor(ids, dtype=torch.long, device="cpu")
 
 
 def documents_of(data: Any, split: str = "train") -> Iterable[Any]:

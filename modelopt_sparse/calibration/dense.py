@@ -422,7 +422,9 @@ def _agree(dense: DenseRun) -> None:
         for name, position in by_name.items():
             seen.order[name] = min(position, seen.order.get(name, position))
     seen.input_of = {name: inputs[0].get(name, name) for name in seen.order}  # rank 0 has the first batch
-    seen.finite = {name: torch.tensor(all(by_name.get(name, True) for by_name in finites)) for name in seen.order}
+    seen.finite = {
+        name: torch.tensor(all(by_name.get(name, True) for by_name in finites), device="cpu") for name in seen.order
+    }
     seen.varying = set().union(*varying)
     dense.rows = {name: sum((rank_rows.get(name, Fraction()) for rank_rows in rows), Fraction()) for name in seen.order}
     dense.units = sum(units)

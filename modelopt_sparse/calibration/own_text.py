@@ -80,8 +80,8 @@ def write_windows(
 def draw(prompts: Prompts, seed: int, number: int, length: int) -> tuple[Tensor, Tensor]:
     """Draw what is random in text ``number``: (the tokens that it begins with, for each token a number in [0, 1))."""
     random = torch.Generator().manual_seed((seed * 1_000_003 + number) % 2**63)
-    row_place, begin_place = torch.rand(2, generator=random, dtype=torch.float64).tolist()
-    uniforms = torch.rand(length, generator=random, dtype=torch.float64)
+    row_place, begin_place = torch.rand(2, generator=random, dtype=torch.float64, device="cpu").tolist()
+    uniforms = torch.rand(length, generator=random, dtype=torch.float64, device="cpu")
     row = prompts.rows[int(row_place * len(prompts.rows))]
     if prompts.cut is not None:
         begin = int(begin_place * (len(row) - prompts.cut + 1))
@@ -96,7 +96,7 @@ def _continued(model: nn.Module, prompts: Sequence[Tensor], uniforms: Tensor, en
     at the same place, and a longer one is read on while shorter ones are continued, so that nothing is padded.
     """
     device = input_device(model)
-    ids = torch.zeros(uniforms.shape, dtype=torch.long)
+    ids = torch.zeros(uniforms.shape, dtype=torch.long, device="cpu")
     for row, prompt in zip(ids, prompts):
         row[: len(prompt)] = prompt
     begun = torch.tensor([len(prompt) for prompt in prompts], device=device)
@@ -151,7 +151,7 @@ def rewritten(model: nn.Module, calls: Sequence[Call], count: int, seed: int, pr
         ids, randoms = call_tokens(Call(args, kwargs)), []
         for text in range(first, first + len(ids)):
             random = torch.Generator().manual_seed((seed * 1_000_003 + text) % 2**63)
-            randoms.append(torch.rand(ids.shape[1], SWEEPS, 3, generator=random, dtype=torch.float64))
+            randoms.append(torch.rand(ids.shape[1], SWEEPS, 3, generator=random, dtype=torch.float64, device="cpu"))
         mask = kwargs.get("attention_mask")
         place = (torch.ones_like(ids) if mask is None else mask.bool()).cumsum(-1)
         inside = (place > 1) & (place < place[:, -1:])
@@ -211,7 +211,7 @@ def joined(calls: Sequence[Call], held_back: int, times: int, seed: int) -> list
         begin = rows.index((place, 0))
         for row, parts in enumerate(zip(*tensors[place])):
             random = torch.Generator().manual_seed((seed * 1_000_003 + first + row) % 2**63)
-            cut, chance = torch.rand(2, generator=random, dtype=torch.float64).tolist()
+            cut, chance = torch.rand(2, generator=random, dtype=torch.float64, device="cpu").tolist()
             # any row but itself
             other_call, other_row = rows[(begin + row + 1 + int(chance * (len(rows) - 1))) % len(rows)]
             ends = [x[other_row] for x in tensors[other_call]]
@@ -350,7 +350,7 @@ def begin_of_text(model: nn.Module) -> Tensor:
     tokens = (getattr(config, name, None) for name in ("bos_token_id", "eos_token_id") for config in configs)
     if (token := next((token for token in tokens if token is not None), None)) is None:
         raise ValueError(f"data={SELF!r}: no token is known to begin with: set model.generation_config.bos_token_id")
-    return torch.tensor([token[0] if isinstance(token, list) else token])
+    return torch.tensor([token[0] if isinstance(token, list) else token], device="cpu")
 
 
 def why_no_text(calls: Sequence[Call] | None, run: Run) -> str | None:

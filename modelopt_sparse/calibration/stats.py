@@ -168,7 +168,9 @@ class RunningSum:
         experts, _, columns = layer.matrix(layer.parameter).shape
         shape = (experts, columns, columns) if need == "gram" else (experts, columns)
         sums = torch.zeros(shape, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
-        return cls(need == "gram", sums, 0, torch.zeros(experts, dtype=torch.long), [] if need == ROWS else None)
+        return cls(
+            need == "gram", sums, 0, torch.zeros(experts, dtype=torch.long, device="cpu"), [] if need == ROWS else None
+        )
 
     def add(self, rows: Tensor) -> None:
         rows = rows.detach()

@@ -52,7 +52,7 @@ def _signed_sums(x: Tensor) -> list[float]:
     squared norm (Alon, Matias and Szegedy 1996)."""
     rows = x.reshape(x.shape[:-1].numel(), x.shape[-1] if x.dim() else 1)
     random = torch.Generator().manual_seed(0)
-    left, right = (1 - 2.0 * torch.randint(2, (SIGNS, size), generator=random) for size in rows.shape)
+    left, right = (1 - 2.0 * torch.randint(2, (SIGNS, size), generator=random, device="cpu") for size in rows.shape)
     return ((left.to(rows) @ rows) * right.to(rows)).sum(1).tolist()
 
 

@@ -181,7 +181,7 @@ def _devices(model: nn.Module, names: list[str]) -> dict[str, str]:
 
 def _nothing(shape: torch.Size, dtype: torch.dtype) -> Tensor:
     """A tensor of this shape in the memory of one number: NaN, so that nothing takes it for a weight."""
-    return torch.full((), float("nan") if dtype.is_floating_point else 0, dtype=dtype).expand(shape)
+    return torch.full((), float("nan") if dtype.is_floating_point else 0, dtype=dtype, device="cpu").expand(shape)
 
 
 @contextmanager
@@ -309,7 +309,9 @@ class Streamed(Storage):
     def _fill(self, block: nn.Module) -> None:
         written = block in self._over
         for name, parameter in self._parameters(block).items():
-            parameter.data = torch.empty(parameter.shape).to(parameter) if written else self._read(name, parameter)
+            parameter.data = (
+                torch.empty(parameter.shape, device="cpu").to(parameter) if written else self._read(name, parameter)
+            )
         if written:
             self.fill_sparse(block)
 

@@ -61,7 +61,7 @@ def is_other(module: Any, cls: type, x: Tensor | None = None) -> bool | None:
     if any(value.is_meta for value in (*values.values(), *module.buffers())):
         if values.keys() - {"weight", "bias"} or [*module.buffers(), *module.children()]:
             return None
-        values = {name: torch.randn(value.shape, generator=random) for name, value in values.items()}
+        values = {name: torch.randn(value.shape, generator=random, device="cpu") for name, value in values.items()}
     try:
         parts = copy.deepcopy({name: vars(module)[name] for name in ("_buffers", "_modules")})
         parameters = {name: nn.Parameter(value.clone(), requires_grad=False) for name, value in values.items()}
@@ -70,7 +70,7 @@ def is_other(module: Any, cls: type, x: Tensor | None = None) -> bool | None:
         for instance in (twin, plain):
             vars(instance).update({**vars(module), **parts})
         # a made-up input is positive, so that a mean that is taken off the weight shows
-        x = torch.rand(_shape_for(plain), generator=random) if x is None else x
+        x = torch.rand(_shape_for(plain), generator=random, device="cpu") if x is None else x
         product = library_class(cls).forward(plain, x := x.to(parameters["weight"]))
         output = (replaced_forward(module) or type(module).forward.__get__(twin.eval()))(x)
         if output.shape != product.shape:

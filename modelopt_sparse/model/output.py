@@ -120,7 +120,9 @@ class Output:
         and sqrt(2) (Gauss-Newton). ``first``: the row of the batch that these values begin with."""
         rows, generator = self.values.flatten(0, -2), torch.Generator().manual_seed(seed)
         before = first * len(rows) // max(len(self.values), 1)
-        uniforms = torch.rand(before + len(rows), generator=generator, dtype=torch.float64)[before:].to(rows.device)
+        uniforms = torch.rand(before + len(rows), generator=generator, dtype=torch.float64, device="cpu")[before:].to(
+            rows.device
+        )
         if self.values.shape[-1] == 1:
             losses = rows[:, 0].float() * torch.where(uniforms < 0.5, -(2**0.5), 2**0.5).float()
         else:

@@ -49,7 +49,7 @@ class Choice:
 
     group: ChannelGroup | ExpertGroup
     stay: Tensor
-    scores: Tensor = field(default_factory=lambda: torch.zeros(0))
+    scores: Tensor = field(default_factory=lambda: torch.zeros(0, device="cpu"))
     values: Tensor | None = None
     errors: tuple[float, ...] = ()
     tokens: Tensor | None = None
@@ -253,19 +253,19 @@ class Cutting:
 
 
 def random_channels(group: ChannelGroup) -> Choice:
-    stay = torch.randperm(group.span.old, generator=torch.Generator().manual_seed(0))[: group.span.new]
+    stay = torch.randperm(group.span.old, generator=torch.Generator().manual_seed(0), device="cpu")[: group.span.new]
     return Choice(group, stay.sort().values)
 
 
 def first_experts(mixture: ExpertGroup) -> Choice:
     """As many experts as will stay, the first of each group."""
-    in_groups = torch.arange(mixture.span.old).view(mixture.groups, -1)
+    in_groups = torch.arange(mixture.span.old, device="cpu").view(mixture.groups, -1)
     return Choice(mixture, in_groups[:, : mixture.span.new // mixture.groups].flatten())
 
 
 def permute_experts(mixture: ExpertGroup) -> dict[tuple[str, int], Tensor]:
     """Indices that permute experts within each group. What the mixture puts out must not change."""
-    return mixture.cuts(torch.arange(mixture.span.old).view(mixture.groups, -1).roll(1, 1).flatten())
+    return mixture.cuts(torch.arange(mixture.span.old, device="cpu").view(mixture.groups, -1).roll(1, 1).flatten())
 
 
 def swap_outputs_only(mixture: ExpertGroup) -> dict[tuple[str, int], Tensor]:

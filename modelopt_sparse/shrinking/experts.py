@@ -41,7 +41,10 @@ class ExpertSums:
 
     @classmethod
     def of(cls, experts: int) -> "ExpertSums":
-        return cls(*torch.zeros(3, experts).double(), products=torch.zeros(experts, experts).double())
+        return cls(
+            *torch.zeros(3, experts, device="cpu").double(),
+            products=torch.zeros(experts, experts, device="cpu").double(),
+        )
 
     def add(self, outputs_TkR: Tensor, index_Tk: Tensor, gates_Tk: Tensor, *, inside: bool = False) -> None:
         """Add some tokens; ``inside``: gates have scaled what the experts get. An index of E or more: an expert without
@@ -72,7 +75,7 @@ class ExpertSums:
     def error_without(self, stay: Tensor) -> float:
         """The relative squared error of the mixture's output without the other experts, where tokens that were routed
         to these get nothing in their place."""
-        gone = torch.ones(len(self.tokens), dtype=torch.bool)
+        gone = torch.ones(len(self.tokens), dtype=torch.bool, device="cpu")
         gone[stay] = False
         return float(self.products[gone][:, gone].sum() / self.products.sum().clamp_min(1e-300))
 
@@ -82,12 +85,12 @@ class ExpertSums:
         fixed = request.fixed.get(name)
         if fixed is None:
             scores, groups = self.scores(request.criterion), mixture.groups
-            stays = torch.tensor(protected.get(name, ()), dtype=torch.long)
+            stays = torch.tensor(protected.get(name, ()), dtype=torch.long, device="cpu")
             in_groups = scores.index_fill(0, stays, torch.inf)
             stay = largest(in_groups.view(groups, -1), mixture.span.new // groups)
-            stay = (stay + torch.arange(groups)[:, None] * (len(scores) // groups)).flatten()
+            stay = (stay + torch.arange(groups, device="cpu")[:, None] * (len(scores) // groups)).flatten()
         else:
-            stay, scores = torch.tensor(list(fixed)), torch.zeros(0)
+            stay, scores = torch.tensor(list(fixed), device="cpu"), torch.zeros(0, device="cpu")
         gates_gone = 1 - float(self.gates[stay].sum() / self.gates.sum().clamp_min(1e-300))
         return Choice(mixture, stay, scores, None, (self.error_without(stay),), self.tokens, gates_gone)
 

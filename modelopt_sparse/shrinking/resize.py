@@ -209,7 +209,7 @@ class ChannelGroup:
         """The indices for `resize_module` that keep the channels ``stay``."""
         cuts = {(self.span.name, self.span.dim): stay}
         for producer in self.producers:
-            kinds = torch.arange(producer.old // self.span.old)
+            kinds = torch.arange(producer.old // self.span.old, device="cpu")
             both = stay[:, None] * len(kinds) + kinds if self.interleaved else stay + kinds[:, None] * self.span.old
             cuts[producer.name, producer.dim] = both.flatten()
         return cuts
@@ -319,7 +319,10 @@ class ExpertGroup:
     def cuts(self, stay: Tensor) -> dict[tuple[str, int], Tensor]:
         """The indices for `resize_module` and `select` that keep the experts ``stay``, and all that follows the experts
         in a tensor (a shared one, one without weights)."""
-        return {(span.name, span.dim): torch.cat([stay, torch.arange(self.span.old, span.old)]) for span in self.spans}
+        return {
+            (span.name, span.dim): torch.cat([stay, torch.arange(self.span.old, span.old, device="cpu")])
+            for span in self.spans
+        }
 
     def per_group(self, experts: Iterable[int]) -> list[int]:
         """How many of these experts are in each group that holds any."""

@@ -292,7 +292,9 @@ def _seconds_of_calls(data: CalibrationData, cutting: Cutting) -> dict[str, list
     smaller, measured = cutting.cut_clone(model), dict[str, list[float]]()
     longest = longest_window(model) or max(CALLS.values())
     for title, length in CALLS.items() if writes_text(model) else ():
-        ids = next((flat_tensors((call.args, call.kwargs))[0][:1] for call in data.calls or ()), torch.empty(0))
+        ids = next(
+            (flat_tensors((call.args, call.kwargs))[0][:1] for call in data.calls or ()), torch.empty(0, device="cpu")
+        )
         if length <= longest and not ids.is_floating_point():
             row = ids.repeat(1, -(-length // ids.shape[1]))[:, :length].to(input_device(model))
             if seconds := seconds_of_call((model, smaller), row):

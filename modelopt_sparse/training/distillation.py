@@ -205,7 +205,7 @@ def _counts(student: nn.Module, named: Mapping[str, Any], shape: torch.Size) -> 
     name = next((name for name in ("shift_labels", "labels") if isinstance(named.get(name), Tensor)), None)
     if len(shape) == 1:  # samples: labels may have any shape and meaning, and padding is inside of them
         if name is None or named[name].is_floating_point() or named[name].numel() != shape[0]:
-            return torch.ones(shape, dtype=torch.bool)
+            return torch.ones(shape, dtype=torch.bool, device="cpu")
         return named[name].flatten() != IGNORED
     if name is None:
         return _token_mask(student, named, shape)
@@ -224,7 +224,7 @@ def _token_mask(student: nn.Module, named: Mapping[str, Any], shape: torch.Size)
     name = "decoder_attention_mask" if is_encoder_decoder(student) else "attention_mask"
     mask = named.get(name)
     if mask is None:
-        return torch.ones(shape, dtype=torch.bool)
+        return torch.ones(shape, dtype=torch.bool, device="cpu")
     if not isinstance(mask, Tensor) or mask.shape != shape:
         form = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
         raise ValueError(f"distill: {name} {form} does not say which of {list(shape)} tokens are padding")

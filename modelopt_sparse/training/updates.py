@@ -327,7 +327,7 @@ def _spread(scopes: Tensor, level: float) -> Tensor:
     """The checkerboard of each scope ``[..., S, n]``: of n places, kept ones as far from each other as can be."""
     *leading, count, size = scopes.shape
     live = keep_count(scopes, level)
-    index = torch.arange(size, dtype=torch.int64)
+    index = torch.arange(size, dtype=torch.int64, device="cpu")
     row = ((index + 1) * live).div(size, rounding_mode="floor") > (index * live).div(size, rounding_mode="floor")
     rows = torch.stack([row.roll(shift) for shift in range(count)])
     return rows.expand(*leading, count, size).contiguous()
@@ -335,7 +335,7 @@ def _spread(scopes: Tensor, level: float) -> Tensor:
 
 def uniform(like: Tensor, generator: torch.Generator) -> Tensor:
     """Numbers in [0, 1) shaped like a tensor, float32, drawn on the CPU: the same ones on every device."""
-    return torch.rand(like.shape, generator=generator, dtype=torch.float32).to(like.device)
+    return torch.rand(like.shape, generator=generator, dtype=torch.float32, device="cpu").to(like.device)
 
 
 def generator_for(seed: int, name: str, event: object) -> torch.Generator:
