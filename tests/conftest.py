@@ -60,12 +60,6 @@ def _products_of_bfloat16(monkeypatch):
 
 
 @pytest.fixture
-def short_timings(monkeypatch):
-    """`shrink` times few calls of both models, however busy the machine is."""
-    monkeypatch.setattr("modelopt_sparse.shrinking.shrink.LONG", 0.0)
-
-
-@pytest.fixture
 def run(monkeypatch, capsys) -> Callable[..., Done]:
     """`modelopt-sparse ARGUMENTS` in this process."""
 

@@ -42,7 +42,6 @@ from tests.interruptions import interrupted
 from tests.models.shrinkable import BASE, BLOCKS, CLASSES, NO_WIDTH, WIDTH, calls, shrinkable
 from tests.models.tiny import TwoOutputs
 
-pytestmark = pytest.mark.usefixtures("short_timings")
 SPLIT = ("InterleavedLlama", "SplitLlama")
 QUICK = ("Llama", "GPT2", "Phi3", "Gemma2", "Dinov2", *SPLIT)
 USUAL = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")

@@ -25,7 +25,6 @@ from tests.models.expert_models import EXPERTS, GROUPS, LATENT, MODELS, MOE, WID
 from tests.models.routed import without_experts
 from tests.models.type_exceptions import VERSION
 
-pytestmark = pytest.mark.usefixtures("short_timings")
 QUICK = ("mixtral", "qwen3_moe", "gpt_oss", "glm4_moe", "longcat_flash", "llama4_text")
 SLOW = (
     "afmoe", "aria", "aria_text", "axk2", "cohere2_moe", "ernie4_5_moe", "exaone_moe", "flex_olmo",
@@ -207,7 +206,6 @@ def test_criteria_are_sums_over_routed_tokens(criterion, tmp_path):
         gone = sorted(range(EXPERTS), key=wanted.__getitem__)[:2]
         assert shrunk.kept["experts"][name] == [expert for expert in range(EXPERTS) if expert not in gone]
         assert shrunk.tokens[name] == [len(pairs) for pairs in own.values()]
-        assert shrunk.errors[name] == pytest.approx([error_without(gone, of_layer)], rel=1e-3)
     mts.save(model, tmp_path / "out")
     json.loads((tmp_path / "out" / "sparsity.json").read_text(), parse_constant=pytest.fail)
 
@@ -237,9 +235,6 @@ def test_gates_inside_of_experts_count_once():
     for name, (outputs_ETR, routed_TE) in shares.items():
         wanted = outputs_ETR.norm(dim=-1).sum(-1) / routed_TE.sum(0).clamp_min(1)
         torch.testing.assert_close(torch.tensor(shrunk.scores[name]).double(), wanted, rtol=2e-3, atol=1e-9)
-        gone = int(wanted.argmin())
-        lost, whole = outputs_ETR[gone].square().sum(), outputs_ETR.sum(0).square().sum()
-        assert shrunk.errors[name][0] == pytest.approx(float(lost / whole), rel=1e-3)
 
 
 SCORES: dict[str, Any] = {
@@ -247,15 +242,6 @@ SCORES: dict[str, Any] = {
     "reap": lambda pairs: sum(gate * norm for gate, norm in pairs) / len(pairs),
     "reap_sum": lambda pairs: sum(gate * norm for gate, norm in pairs),
 }
-
-
-def error_without(gone: Any, tokens: list[Any]) -> float:
-    lost = whole = 0.0
-    for experts, gates, outputs in tokens:
-        gated = gates[:, None] * outputs
-        lost += float(gated[[place for place, expert in enumerate(experts) if expert in gone]].sum(0).square().sum())
-        whole += float(gated.sum(0).square().sum())
-    return lost / whole
 
 
 # refit ----------------------------------------------------------------------------------------------------------------
@@ -344,21 +330,6 @@ def mixtral_data() -> list[Tensor]:
     return [torch.randint(3, 50, (2, 16), generator=torch.Generator().manual_seed(i)) for i in range(3)]
 
 
-@pytest.mark.parametrize("criterion", ["reap", "frequency"])
-def test_protected_experts_stay(criterion):
-    """Those that would go first, in the mixture that is named; the other mixture is what it was."""
-    options = {"experts": 1, "criterion": criterion, "refit": False}
-    first, second = cut(MODELS["mixtral"](), mixtral_data(), **options).kept["experts"].items()
-    (gone,) = {*range(EXPERTS)} - {*first[1]}
-    for glob in ("model.layers.0.mlp", "*.0.mlp.experts*", first[0]):
-        kept = cut(MODELS["mixtral"](), mixtral_data(), protect={glob: [gone, gone]}, **options).kept["experts"]
-        assert gone in kept[first[0]] != first[1]
-        assert len(kept[first[0]]) == EXPERTS - 1
-        assert kept[second[0]] == second[1]
-    streamed: Any = mts.plan_shrink(MODELS["mixtral"](), experts=1, protect={"*": [0]})
-    assert streamed.changes["num_local_experts"] == (4, 3)
-
-
 def test_the_written_config_holds_the_number_under_every_name(tmp_path):
     """Qwen3-MoE's is "num_local_experts" for transformers, and "num_experts" for engines; shrunk twice as well."""
     model: Any = MODELS["qwen3_moe"]()
@@ -415,6 +386,7 @@ NOT_CUT = "is missing, or is not cut: name the layers that are"
         (kept("model.layers.0.mlp.experts.gate_up_proj", 3), NOT_CUT),
         (kept("model.layers.1.mlp.experts.down_proj", 6), "as many experts must stay in each of 2 groups"),
         ({"experts": 0.1}, "experts=0.1 takes 0 of 4 experts away"),
+        ({"experts": 1, "protect": {"*": [0]}}, "give kept=, the experts that stay"),
         ({"experts": 4}, "experts=4 takes 4 of 4 experts away"),
         ({"experts": 3}, "num_local_experts=1 leaves 1 experts for a token, which takes 2: keep more"),
         (
@@ -428,12 +400,6 @@ NOT_CUT = "is missing, or is not cut: name the layers that are"
         ({"mlp": 0.5}, "holds experts: give experts= or blocks="),
         (kept("nowhere", 2), "give ascending indices of its 0 experts"),
         ({"kept": {"nowhere": [0, 1]}}, "give ascending indices of its 0 experts"),
-        ({"experts": 1, "protect": {"nowhere": [0]}}, "'nowhere' matches no mixture whose experts go; names look like"),
-        ({"blocks": 1, "protect": {"*": [0]}}, "'*' matches no mixture whose experts go"),
-        ({"budget": "70% params", "protect": {"*": [0]}}, "give experts= or to= beside it"),
-        ({**kept("nowhere", 1), "protect": {"*": [0]}}, "give experts= or to= beside it"),
-        ({"experts": 1, "protect": {"*": [4]}}, "protect= of '*': give numbers of its 4 experts, from 0"),
-        ({"experts": 1, "protect": {"*": [0, 1, 2, 3]}}, "protect= of '*': 3 experts stay: protect fewer"),
     ],
 )
 def test_wrong_options_are_refused_untouched(options, problem):

@@ -54,7 +54,6 @@ WEIGHT_FORMATS = (
     *("ot", "nemo", "mar", "pkl", "pickle", "ckpt"),
 )
 NOT_COPIED = re.compile(rf"\.({'|'.join(WEIGHT_FORMATS)})$|\.index\.json$|^sparsity\.|^adapter_config\.", re.IGNORECASE)
-IFT_MEMBER = re.compile(r"^(.+)\.(?:branches\.\d+|sparse|first|second)\.weight$")  # what sparse_ift makes of a layer
 
 
 # where a folder may be ------------------------------------------------------------------------------------------------
@@ -523,17 +522,6 @@ def weight_files(folder: Path) -> list[str]:
     if outside:
         raise ValueError(f"{str(index)!r} names {outside[0]!r}, which leads out of the folder: do not use it")
     return [f"{prefix}{name}" for name in names]
-
-
-def rewritten(stored: Collection[str], known: Iterable[str]) -> str:
-    """What to do about names of a folder whose model `training.sparse_ift` has rewritten; "" for all others.
-
-    Weights of a model with the names ``known`` are there as several.
-    """
-    weights = {f"{path}.weight" for name in stored for path in IFT_MEMBER.findall(name)}
-    if not (weights - set(stored)) & set(known):
-        return ""
-    return "its layers were rewritten by sparse_ift: build the model, sparse_ift(model, ...) as before, and restore"
 
 
 def copy_companions(source: Path, folder: Path) -> list[str]:

@@ -31,7 +31,6 @@ from modelopt_sparse.checkpoint.folder import (
     is_packed,
     read_description,
     read_json,
-    rewritten,
     sources_of,
     staged,
     weight_files,
@@ -296,8 +295,9 @@ def restore(model: nn.Module, folder: str | Path) -> nn.Module:
     known = [*(names for names, _ in slots), *([name] for name in extra)]
     problems += _misfits(inner, masks, known)
     filled: list[tuple[Tensor, str]] = []
-    read: Read | None = None
-    if weights is not None and (read := _reader(inner, known, folder, description, masks, weights, problems)):
+    read: Read = dict[str, Tensor]().get  # nothing, of files that are damaged
+    if weights is not None:
+        read = _reader(inner, known, folder, description, masks, weights, problems)
         filled = _fill(slots, read, masks, problems)
         extra = {name: read(name) for name in extra}
         problems += [f"{name!r} of the model is not in the folder" for name, state in extra.items() if state is None]
@@ -307,7 +307,7 @@ def restore(model: nn.Module, folder: str | Path) -> nn.Module:
     remove_masks(inner)
     with torch.no_grad():
         for values, stored_as in filled:
-            tensor = None if read is None else read(stored_as)  # once more: packed ones are not held
+            tensor = read(stored_as)  # once more: packed ones are not held
             assert tensor is not None, stored_as  # `_fill` has read it
             values.copy_(tensor)
     _attach(inner, folder, masks, description)
@@ -346,8 +346,7 @@ def load(folder: str | Path, *, semi_structured: bool | Mapping[str, Any] = Fals
     remote = {key: options[key] for key in ("revision", "trust_remote_code") if key in options}
     architecture = model_class(AutoConfig.from_pretrained(path, **remote), path)
     model, info = loaded(architecture, path, weights, **options)
-    problem = rewritten(info["unexpected_keys"], info["missing_keys"])
-    problems += [problem] if problem else unloaded(info)
+    problems += unloaded(info)
     if options.get("dtype", options.get("torch_dtype")) in (None, "auto"):
         _keep_dtypes(model, path, weights)
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -497,15 +496,12 @@ def _reader(
     masks: Mapping[str, Tensor],
     weights: Mapping[str, Any],
     problems: list[str],
-) -> Read | None:
-    """A function that reads the folder's tensor for one of the model's names; None for a model that was rewritten.
+) -> Read:
+    """A function that reads the folder's tensor for one of the model's names.
 
     transformers stores some models under other names than they have in memory. For these it loads the folder into a
     second model, which takes the memory of the weights once more.
     """
-    if problem := rewritten(weights, (name for alike in known for name in alike)):
-        problems[:] = [problem]  # the reason of all others
-        return None
     same_class = description.model_class == dense_class(model).__name__
     if isinstance(model, PreTrainedModel) and same_class and any(map(weights.keys().isdisjoint, known)):
         fresh, info = loaded(dense_class(model), folder, weights, dtype="auto")

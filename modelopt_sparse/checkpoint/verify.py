@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from modelopt_sparse.checkpoint.folder import DESCRIPTION, refuse_adapter, rewritten
+from modelopt_sparse.checkpoint.folder import DESCRIPTION, refuse_adapter
 from modelopt_sparse.checkpoint.packed import loaded_whole, opened_folder, opened_weights
 from modelopt_sparse.checkpoint.workfolder import STARTED
 from modelopt_sparse.checks import grouped
@@ -232,8 +232,6 @@ def _open(
     else:
         masks, weights, record = dict[str, Tensor](), opened_weights(folder), None
         files = f"There is no {DESCRIPTION} to compare the files with."
-    if problem := rewritten(weights, model.state_dict()):
-        raise ValueError(f"{str(folder)!r}: {problem}, and verify that")
     if weights.keys() >= {layer.parameter_name for layer in find_layers(model)[0]}:
         return model, lambda layer: weights[layer.parameter_name].get_tensor(layer.parameter_name), masks, record, files
     # transformers stores this architecture under other names than it has in memory, and maps them when it loads

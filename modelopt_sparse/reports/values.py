@@ -163,12 +163,11 @@ class Shrunk:
     scores: layer -> the score of each of its channels or experts by ``criterion``, larger = keep.
     tokens: layer of experts -> the calibration tokens that were routed to each.
     errors: layer -> [as is, refit], the relative squared error of its output on the batches held back; of experts that
-      of the mixture's output, or without refit [as is] on all batches, where tokens get nothing in the place of experts
-      that go.
+      are refit that of the mixture's output.
     tried: of each block that went, in turn: name of a block -> the divergence without it; by influence once: -> its
       influence.
     kl: step -> the divergence from the output of the model before, as `Distilled` has it, on the batches held back.
-    costs: "parameters", "bytes", "seconds of 1 x 128 tokens" and others -> [before, after].
+    costs: "parameters" and "bytes" -> [before, after].
     divergence: the name of the one in ``kl``; None: KL.
     """
 

@@ -31,20 +31,15 @@ class ExpertSums:
     tokens, gates, gated_norms: ``[E]``, of each expert over the tokens that are routed to it: how many, and the sums of
       its gate g, and of g times the norm of what it puts out f. Where gates scale what experts get (Llama 4), f is what
       comes of it, and is not multiplied by g again.
-    products: ``[E, E]``, the sums of the inner products of g f of two experts that the same token is routed to.
     """
 
     tokens: Tensor
     gates: Tensor
     gated_norms: Tensor
-    products: Tensor
 
     @classmethod
     def of(cls, experts: int) -> "ExpertSums":
-        return cls(
-            *torch.zeros(3, experts, device="cpu").double(),
-            products=torch.zeros(experts, experts, device="cpu").double(),
-        )
+        return cls(*torch.zeros(3, experts, device="cpu").double())
 
     def add(self, outputs_TkR: Tensor, index_Tk: Tensor, gates_Tk: Tensor, *, inside: bool = False) -> None:
         """Add some tokens; ``inside``: gates have scaled what the experts get. An index of E or more: an expert without
@@ -59,9 +54,6 @@ class ExpertSums:
             (self.gated_norms, outputs_TkR.norm(dim=-1) * factors_Tk),
         ):
             total.index_add_(0, index.flatten(), values.double().flatten().cpu())
-        pairs_Tkk = index[:, :, None] * len(self.tokens) + index[:, None, :]
-        inner_Tkk = (outputs_TkR @ outputs_TkR.mT).double() * factors_Tk[:, :, None] * factors_Tk[:, None, :]
-        self.products.view(-1).index_add_(0, pairs_Tkk.flatten(), inner_Tkk.flatten().cpu())
 
     def scores(self, criterion: str) -> Tensor:
         """The importance of each expert, larger = keep, ``[E]``.
@@ -72,27 +64,17 @@ class ExpertSums:
         mean = self.gated_norms / self.tokens.clamp_min(1)
         return {"reap": mean, "reap_sum": self.gated_norms, "frequency": self.tokens}[criterion]
 
-    def error_without(self, stay: Tensor) -> float:
-        """The relative squared error of the mixture's output without the other experts, where tokens that were routed
-        to these get nothing in their place."""
-        gone = torch.ones(len(self.tokens), dtype=torch.bool, device="cpu")
-        gone[stay] = False
-        return float(self.products[gone][:, gone].sum() / self.products.sum().clamp_min(1e-300))
-
     def choice(self, mixture: ExpertGroup, request: ShrinkRequest) -> Choice:
         """Choose the experts of a mixture that stay, by the criterion, as many in each group."""
-        name, protected = mixture.consumer.name, request.protect or {}
-        fixed = request.fixed.get(name)
+        fixed = request.fixed.get(mixture.consumer.name)
         if fixed is None:
             scores, groups = self.scores(request.criterion), mixture.groups
-            stays = torch.tensor(protected.get(name, ()), dtype=torch.long, device="cpu")
-            in_groups = scores.index_fill(0, stays, torch.inf)
-            stay = largest(in_groups.view(groups, -1), mixture.span.new // groups)
+            stay = largest(scores.view(groups, -1), mixture.span.new // groups)
             stay = (stay + torch.arange(groups, device="cpu")[:, None] * (len(scores) // groups)).flatten()
         else:
             stay, scores = torch.tensor(list(fixed), device="cpu"), torch.zeros(0, device="cpu")
         gates_gone = 1 - float(self.gates[stay].sum() / self.gates.sum().clamp_min(1e-300))
-        return Choice(mixture, stay, scores, None, (self.error_without(stay),), self.tokens, gates_gone)
+        return Choice(mixture, stay, scores, None, (), self.tokens, gates_gone)
 
 
 def experts(
@@ -157,7 +139,7 @@ class _SeenExperts:
         run.processes.all_reduce("experts", [*vars(sums).values()])
         if not sums.tokens.any():
             raise ValueError(no_data_message(name))
-        if not torch.isfinite(sums.products).all():
+        if not torch.isfinite(sums.gated_norms).all():
             raise ValueError(f"layer {name!r}: its experts put out NaN or inf; run the model in bfloat16 or float32")
         return sums
 

@@ -33,6 +33,7 @@ STALE = "parameters that change are new ones: make an optimizer afterwards"
 HINTS = {
     **dict.fromkeys(("ratio", "pruning_ratio", "compression_ratio", "constraints", "export_config"), f"give {WAYS}"),
     "kv_groups": NO_HEADS,
+    "protect": "give kept=, the experts that stay",
     "forward_loop": "shrink calls the model itself: give data= or data_loader=",
 }
 

@@ -5,15 +5,13 @@ rest makes up for them, in one pass over what is left. Then each block is cut, a
 """
 
 import copy
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from statistics import fmean
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from modelopt_sparse.accuracy.distill import Teacher, distill_from
 from modelopt_sparse.accuracy.fisher import with_metrics
@@ -24,8 +22,7 @@ from modelopt_sparse.calibration.dense import blocks_in_call_order, run_dense
 from modelopt_sparse.calibration.forward import CalibrationData
 from modelopt_sparse.distributed import Processes
 from modelopt_sparse.methods.scores import Magnitude
-from modelopt_sparse.model.devices import flat_tensors, input_device, run_eagerly
-from modelopt_sparse.model.hf import longest_window, writes_text
+from modelopt_sparse.model.devices import run_eagerly
 from modelopt_sparse.plan.options import Reconstruct
 from modelopt_sparse.plan.plan import common_to_processes
 from modelopt_sparse.plan.planner import plan_for
@@ -40,7 +37,6 @@ from modelopt_sparse.shrinking.plan import STALE, checked, settings_of_run, shri
 from modelopt_sparse.shrinking.sizes import ShrinkRequest, TargetSizes, costs, decided
 
 LITTLE = 0.25  # an error from which on a block had no channels to spare
-CALLS = {"seconds of 1 x 128 tokens": 128, "seconds of one token": 1}
 TRIAL_EPOCHS = 1  # epochs of reconstruction that sizes within a budget are compared after
 WORSE = 2  # so many sizes in a row that are worse than the best end the search
 
@@ -59,7 +55,6 @@ def shrink(
     multiple_of: int | str = "auto",
     tensor_parallel: int = 1,
     kept: Any = None,
-    protect: Mapping[str, Sequence[int]] | None = None,
     **options: Any,
 ) -> nn.Module:
     """Make a model of transformers smaller, in place, and return it: a plain model, which `save_pretrained` writes.
@@ -73,7 +68,6 @@ def shrink(
         of blocks the widest MLPs are tried on a copy: least KL after refit and one epoch of reconstruction.
       kept: what stays, chosen by an earlier run: ``mts.report(model).shrunk``, or that section of sparsity.json. Of
         experts also a mapping of mixtures to those that stay, such as llm-compressor's REAP writes to a file.
-      protect: experts that stay whatever their scores: ``{"*.layers.3.*": [0, 7]}``, by globs of mixtures.
     How:
       criterion: of channels: "gram" (default), "norm" or "minitron"; of experts: "reap" (default), "reap_sum" or
         "frequency". docs/shrink.md says what each is.
@@ -97,7 +91,7 @@ def shrink(
     plain = checked(model)
     with Processes.of(config.distributed) as processes, run_eagerly(model):
         plan = plan_for(plain, Magnitude(), config)
-        what_goes = mlp, blocks, experts, to, budget, kept, protect, multiple_of, tensor_parallel
+        what_goes = mlp, blocks, experts, to, budget, kept, multiple_of, tensor_parallel
         request, sizes = decided(plain, plan, ShrinkRequest(*what_goes, criterion, refit, blocks_by), config)
         if processes.size > 1:
             facts = common_to_processes(plain, plan, config)
@@ -175,8 +169,6 @@ def _shrink(data: CalibrationData, sizes: TargetSizes, request: ShrinkRequest) -
     else:
         shrunk = Shrunk(**recalled)
     run.storage.block_names = cutting.names(run.plan)
-    if run.storage.resident:
-        shrunk.costs.update(_seconds_of_calls(data, cutting))
     try:
         with run.part("blocks"):
             _repair(cutting, data)
@@ -230,7 +222,8 @@ def _note(choice: Choice, shrunk: Shrunk, report: Report) -> None:
     name, tokens = choice.group.consumer.name, choice.tokens
     shrunk.kept.setdefault("mlp" if tokens is None else "experts", {})[name] = choice.stay.tolist()
     shrunk.scores[name] = [float(f"{score:.4g}") for score in choice.scores.tolist()]
-    shrunk.errors[name] = [*choice.errors]
+    if choice.errors:
+        shrunk.errors[name] = [*choice.errors]
     if tokens is not None:
         shrunk.tokens[name] = [int(count) for count in tokens.tolist()]
         if silent := (tokens == 0).nonzero().flatten().tolist():
@@ -244,7 +237,7 @@ def _complete(cutting: Cutting, run: Run, shrunk: Shrunk, before: Mapping[str, i
     """Cut the rest, which needs no data, and leave the report."""
     model: Any = run.model
     cutting.everything(model)
-    both = {name: [before[name], new] for name, new in costs(model).items()} | shrunk.costs
+    both = {name: [before[name], new] for name, new in costs(model).items()}
     run.report.shrunk = replace(shrunk, costs=both, divergence=run.report.settings.get("divergence"))
     attach_report(model, run.report)
 
@@ -277,44 +270,3 @@ def _repair(cutting: Cutting, data: CalibrationData) -> None:
                         reconstruct(task, tuned, masks, {}, inputs, run)
                     inputs.advance()
                 bar.update()
-
-
-# seconds --------------------------------------------------------------------------------------------------------------
-
-
-TIMES, LONG = 5, 2.0  # so many calls are timed, and more until the least three agree, or they took so many seconds
-AGREE = 1.05
-
-
-def _seconds_of_calls(data: CalibrationData, cutting: Cutting) -> dict[str, list[float]]:
-    """Time calls of the model and of the smaller one, if they write text -> title -> seconds of both."""
-    model: Any = data.run.model
-    smaller, measured = cutting.cut_clone(model), dict[str, list[float]]()
-    longest = longest_window(model) or max(CALLS.values())
-    for title, length in CALLS.items() if writes_text(model) else ():
-        ids = next(
-            (flat_tensors((call.args, call.kwargs))[0][:1] for call in data.calls or ()), torch.empty(0, device="cpu")
-        )
-        if length <= longest and not ids.is_floating_point():
-            row = ids.repeat(1, -(-length // ids.shape[1]))[:, :length].to(input_device(model))
-            if seconds := seconds_of_call((model, smaller), row):
-                measured[title] = seconds
-            else:
-                data.run.report.notes.append(f"{title} are not known: the machine was too busy to measure them")
-    return measured
-
-
-def seconds_of_call(
-    models: Sequence[Callable[..., Any]], ids: Tensor, clock: Callable[[], float] = time.perf_counter
-) -> list[float]:
-    """The least seconds of a call of each model, in turns. Nothing where other work on the machine disturbs them: where
-    three calls of the same model do not agree."""
-    seconds: list[list[float]] = [[] for _ in models]
-    while len(seconds[0]) < TIMES or any(sorted(times)[2] > AGREE * min(times) for times in seconds):
-        if len(seconds[0]) >= TIMES and sum(map(sum, seconds)) >= LONG:
-            return []
-        for model, times in zip(models, seconds):
-            began = clock()
-            flat_tensors(model(input_ids=ids))[0].flatten()[0].item()  # waits for the device
-            times.append(clock() - began)
-    return [*map(min, seconds)]

@@ -5,7 +5,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +20,7 @@ from modelopt_sparse.model.find import Stack
 from modelopt_sparse.model.hf import cache_name
 from modelopt_sparse.model.layers import Layer
 from modelopt_sparse.plan.budget import parse_budget
-from modelopt_sparse.plan.options import SparsifyConfig, check_globs, first_match
+from modelopt_sparse.plan.options import SparsifyConfig
 from modelopt_sparse.plan.plan import Plan
 from modelopt_sparse.reports.text import nearest
 from modelopt_sparse.reports.values import Shrunk
@@ -61,7 +60,6 @@ class ShrinkRequest(NamedTuple):
     to: Mapping[str, int] | None = None
     budget: Any = None
     kept: Any = None
-    protect: Mapping[str, Sequence[int]] | None = None
     multiple_of: int | str = "auto"
     tensor_parallel: int = 1
     criterion: Any = None
@@ -81,7 +79,7 @@ class ShrinkRequest(NamedTuple):
     def in_full(self, planned: Plan) -> "ShrinkRequest":
         """The request in plain numbers, with ``kept`` as a choice (`kept_in`) in which each mixture goes by the name of
         the layer of its last matrices, whichever module around it other tools name. `decided` does the rest: then no
-        criterion is None, no refit, and ``protect`` goes by these layers too."""
+        criterion is None, and no refit."""
         request = map_leaves(plain_number, self)
         if request.kept is None:
             return request
@@ -147,8 +145,7 @@ def decided(
     check_choice("blocks_by", request.blocks_by, BLOCKS_BY)
     refit = not experts or config.reconstruct is None if request.refit is None else request.refit
     check_flag("refit", refit)
-    protect = _protected(request.protect or {}, model, planned, sizes[0])
-    return request._replace(criterion="given" if request.kept else criterion, refit=refit, protect=protect), sizes
+    return request._replace(criterion="given" if request.kept else criterion, refit=refit), sizes
 
 
 def _sizes_for(model: PreTrainedModel, planned: Plan, request: ShrinkRequest) -> list[TargetSizes]:
@@ -159,8 +156,6 @@ def _sizes_for(model: PreTrainedModel, planned: Plan, request: ShrinkRequest) ->
     if request.multiple_of != "auto" and not is_whole(request.multiple_of, 1):
         raise ValueError(f"multiple_of={request.multiple_of!r}: give 'auto' or a positive whole number")
     check_whole("tensor_parallel", request.tensor_parallel)
-    if request.protect and (request.budget is not None or request.kept is not None):
-        raise ValueError("protect= says which experts stay where scores choose them: give experts= or to= beside it")
     if request.budget is not None:
         return _within(model, planned, request)
     if request.kept is not None:
@@ -250,28 +245,6 @@ def _experts(model: PreTrainedModel, planned: Plan, new_of: Callable[[int], int]
     held = ((key, count) for key, count in vars(config).items() if key in FURTHER_TOKENS and count)
     further = {full_name(path, key): (count, 0) for key, count in held}
     return {"experts": {name: (old, new), **further}, "groups": groups}
-
-
-def _protected(
-    protect: Mapping[str, Sequence[int]], model: PreTrainedModel, planned: Plan, sizes: TargetSizes
-) -> dict[str, list[int]]:
-    """Layer of a mixture's last matrices -> the experts that ``protect=`` names, by globs of mixtures and layers."""
-    groups = sizes.groups_in(model, planned) if protect and sizes.experts else {}
-    mixtures = {mixture.consumer.name: mixture for block_groups in groups.values() for mixture in block_groups}
-    holders = {name: [name, *accumulate(name.split("."), "{}.{}".format)] for name in mixtures}
-    check_globs(protect, [path for paths in holders.values() for path in paths], "mixture whose experts go")
-    protected: dict[str, list[int]] = {}
-    for name, mixture in mixtures.items():
-        old, new, groups = mixture.span.old, mixture.span.new // mixture.groups, mixture.groups
-        globs = [glob for glob in protect if any(first_match(path, [glob]) for path in holders[name])]
-        experts = sorted({expert for glob in globs for expert in protect[glob]})
-        if not all(is_whole(expert, 0) and expert < old for expert in experts):
-            raise ValueError(f"protect= of {globs[0]!r}: give numbers of its {old} experts, from 0")
-        if max(mixture.per_group(experts), default=0) > new:
-            where = f" in each of {groups} groups" if groups > 1 else ""
-            raise ValueError(f"protect= of {globs[0]!r}: {new} experts stay{where}: protect fewer")
-        protected[name] = experts
-    return protected
 
 
 def _blocks(model: PreTrainedModel, stacks: Sequence[Stack], blocks: Any) -> dict[str, Any]:

@@ -322,19 +322,6 @@ def test_a_tensor_that_is_extra_state_comes_back(tmp_path):
     refused(mts.restore, other, tmp_path / "without", parts=["'0._extra_state' of the model is not in the folder"])
 
 
-@pytest.mark.parametrize("member", ["parallel", "factorized", "doped"])
-def test_a_model_that_sparse_ift_has_rewritten_says_so(tmp_path, member, capfd):
-    """Nothing is said of new weights that would have to be trained."""
-    mts.save(mts.training.sparse_ift(tiny_llama(), 0.5, member=member).model, tmp_path / "out")
-    advice = "its layers were rewritten by sparse_ift: build the model, sparse_ift(model, ...) as before, and restore"
-    assert "fits no parameter" not in refused(mts.restore, tiny_llama(), tmp_path / "out", parts=[advice])
-    for read, words in ((mts.load, advice), (mts.verify, f"{advice}, and verify that")):
-        with pytest.raises(ValueError, match=re.escape(words)):
-            read(tmp_path / "out")
-    assert "newly initialized" not in "".join(capfd.readouterr())
-    mts.restore(mts.training.sparse_ift(tiny_llama(), 0.5, member=member).model, tmp_path / "out")
-
-
 @pytest.mark.parametrize("outside", ["../other/model.safetensors", "/other/model.safetensors"])
 def test_an_index_that_leads_out_of_the_folder_is_not_followed(broken, tmp_path, outside):
     folder = broken("llama")
