@@ -346,7 +346,7 @@ def _settled(run: Run, *, own_text: bool) -> Run:
     config = run.config
     if config.reconstruct is None:
         return run
-    options = config.reconstruct.settled(own_text=own_text, may_move=config.masks is None)
+    options = config.reconstruct.settled(own_text=own_text)
     run = replace(run, config=replace(config, reconstruct=options))
     run.report.settings["reconstruct"] = run.config.settings()["reconstruct"]
     return run

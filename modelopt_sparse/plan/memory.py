@@ -13,7 +13,7 @@ from modelopt_sparse.model.experts import UP
 from modelopt_sparse.model.find import Stack
 from modelopt_sparse.model.hf import default_seq_len, redraws_text, text_config_of
 from modelopt_sparse.model.layers import CONV
-from modelopt_sparse.plan.options import OWN_WINDOWS, STEP_TOKENS, SparsifyConfig
+from modelopt_sparse.plan.options import OWN_WINDOWS, STEP_TOKENS, TOKENS_TO_MOVE, SparsifyConfig
 from modelopt_sparse.plan.plan import LayerPlan, Plan
 from modelopt_sparse.reports.text import first_few
 
@@ -73,7 +73,8 @@ def estimated(
     if config.enforce:
         memory["masks"] = in_all["masks"]
     if reconstruct is not None:
-        copies = RECONSTRUCTION + (reconstruct.masks != "frozen")
+        few = tokens and tokens < TOKENS_TO_MOVE * min(layer_plan.shape[-1] for layer_plan in planned)
+        copies = RECONSTRUCTION + (reconstruct.masks == "move" or (reconstruct.masks == "auto" and not few))
         memory["reconstruction_of_one_block"] = copies * largest["tuned"]
         if reconstruct.metric != "plain":  # in float32, as wide as a block's output, and so as its first layer's input
             widths = {x.block: x.shape[-1] for x in reversed(planned) if x.block is not None}

@@ -187,7 +187,7 @@ class Quality:
         return {**self.options, **({"permute": True} if permutes else {}), **({"budget": AUTO} if self.shares else {})}
 
 
-BALANCED = {"self_data": "masked", "reconstruct": {"epochs": (4, 2), "metric": "auto"}}
+BALANCED = {"self_data": "masked", "reconstruct": {"epochs": (4, 2), "masks": "auto", "metric": "auto"}}
 BEST = {"self_data": "auto", "reconstruct": {"epochs": (8, 4), "masks": "auto", "metric": "auto"}}
 QUALITIES: dict[str, Quality] = {
     "fast": Quality("sparsegpt", {"polish": 3}, shares=False),
@@ -221,8 +221,9 @@ class Reconstruct:
       to 0 as a cosine. Where the block's relative squared error e is below 0.01 it is ``sqrt(e / 0.01)`` of that.
     norms_and_biases: tune the vectors too, not only the pruned weights. Matrices that stay dense are never touched.
     masks: "frozen", or "move": which weights are kept may change in the first part of the steps (SR-STE, arXiv
-      2102.04010). "auto": they move where the batches hold text that the model has written, for moving pays with much
-      data. Masks of your own stay, and so do those of float16 weights, which are too coarse for it.
+      2102.04010). "auto": those of layers move that have seen 512 tokens for each input channel of each matrix, for
+      moving pays with much data. Masks of your own stay, and so do those of float16 weights, which are too coarse for
+      it.
     metric: what the error of a block's output is measured with: "plain", the squared error; "fisher", by what the
       predictions of the dense model depend on, which takes one backward pass through the whole model; "auto": that,
       and the plain one where the model is streamed, its output is not known, or its calls are not, as the report says.
@@ -240,12 +241,9 @@ class Reconstruct:
             check_whole("reconstruct: epochs", epochs)
         check_number("reconstruct: learning_rate", self.learning_rate, "(0, 10]")
 
-    def settled(self, *, own_text: bool, may_move: bool) -> "Reconstruct":
-        """The options for data with text of the model's own, or without it. ``may_move``: whether masks may. The metric
-        stays open if it is "auto"."""
-        masks = ("move" if own_text and may_move else "frozen") if self.masks == AUTO else self.masks
-        epochs = self.epochs if isinstance(self.epochs, int) else self.epochs[own_text]
-        return replace(self, epochs=epochs, masks=masks)
+    def settled(self, *, own_text: bool) -> "Reconstruct":
+        """The options for data with text of the model's own, or without it. Masks and metric stay open if "auto"."""
+        return self if isinstance(self.epochs, int) else replace(self, epochs=self.epochs[own_text])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -367,6 +365,7 @@ LEAST_STEPS = 32  # in an epoch, as far as there are rows
 HELD_BACK = 16  # one of so many steps, at least one, only judges
 HELD_BACK_FOR_OUTPUTS = 4  # the same where the model's output judges, whose divergence varies more from row to row
 SELF = "self"  # as data: text that the model writes, all of it
+TOKENS_TO_MOVE = 512  # for each input channel of a matrix: with so many masks="auto" move
 OWN_WINDOWS = {"auto": 3, "masked": 1}  # what `self_data` may be: windows that the model writes for each of the user's
 OF_OUTPUT = ("output", "divergence")  # in a report where they are set
 

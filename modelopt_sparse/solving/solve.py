@@ -29,7 +29,7 @@ from modelopt_sparse.methods.patterns import NM, sub_pattern
 from modelopt_sparse.methods.scores import GivenMask
 from modelopt_sparse.model.devices import count_nonzero, free_what_can_be_freed, is_out_of_memory, version
 from modelopt_sparse.model.masking import named_masks, set_mask
-from modelopt_sparse.plan.options import SparsifyConfig
+from modelopt_sparse.plan.options import TOKENS_TO_MOVE, SparsifyConfig
 from modelopt_sparse.plan.plan import LayerPlan
 from modelopt_sparse.reports.values import PERMUTED, LayerReport, StepReport
 from modelopt_sparse.run import Run, refuse_unusable
@@ -331,7 +331,9 @@ def _movable(layer_plan: LayerPlan, stats: InputStats, config: SparsifyConfig) -
     """The weight of a solved layer as a `TrainableMask`, if its mask is to move while the block is tuned."""
     if config.reconstruct is None or config.reconstruct.masks == "frozen" or config.masks is not None or stats is None:
         return {}
-    if layer_plan.layer.parameter.dtype == torch.float16:  # "auto" leaves these as they are; "move" is refused
+    half = layer_plan.layer.parameter.dtype == torch.float16  # "move" is refused for these
+    enough = TOKENS_TO_MOVE * layer_plan.shape[-1] * (layer_plan.matrices if layer_plan.routed else 1)
+    if config.reconstruct.masks == "auto" and (half or stats.tokens < enough):
         return {}
     moved = TrainableMask.of(layer_plan.layer, layer_plan.pattern_now, stats.square_sums)
     return {layer_plan.layer.parameter: moved}

@@ -13,9 +13,11 @@ from modelopt_sparse.accuracy import tuning
 from modelopt_sparse.accuracy.tuning import BELOW, DECAY, MOVING, TrainableMask, decay_pruned, masks_move
 from modelopt_sparse.model.find import find_layers
 from modelopt_sparse.model.masking import SparseModule
+from modelopt_sparse.solving import solve
 from tests import helpers
 from tests.accuracy.tuned import BATCHES, tuned_model
-from tests.helpers import assert_same_masks, assert_same_state, in_steps, refused, state_of, tiny_llama
+from tests.helpers import assert_same_masks, assert_same_state, in_steps, refused, state_of, tiny_llama, token_batches
+from tests.models.tiny import tiny_mixtral
 
 MOVE = {"epochs": 3, "masks": "move"}
 
@@ -174,22 +176,35 @@ def test_a_method_that_looks_at_no_inputs_keeps_its_masks():
     assert_same_state(model, state_of(frozen))
 
 
-@pytest.mark.parametrize(("own_text", "masks"), [(0, "frozen"), (12, "move")])
-def test_auto_moves_masks_where_the_data_holds_own_text(own_text, masks):
-    auto, named = (
-        sparsified(tiny_llama(), self_data=own_text, reconstruct={**MOVE, "masks": value}) for value in ("auto", masks)
-    )
-    assert_same_state(auto, state_of(named))
-    assert mts.report(auto).settings == mts.report(named).settings
-    assert {block.way for block in mts.report(auto).blocks} == {f"rate 0.2, masks {masks}, plain metric"}
+def moved_layers(monkeypatch, model, tokens_per_channel, **options):
+    """The names of a model's layers whose masks may move, with so many tokens being enough."""
+    names, of = [], TrainableMask.of
+
+    def seen(layer, *args):
+        names.append(layer.name.removeprefix("model.layers."))
+        return of(layer, *args)
+
+    monkeypatch.setattr(solve, "TOKENS_TO_MOVE", tokens_per_channel)
+    monkeypatch.setattr(TrainableMask, "of", seen)
+    sparsified(model, reconstruct={**MOVE, "epochs": 1, "masks": "auto"}, **options)
+    return {name for name in names if name.startswith("0.")}
 
 
-def test_auto_moves_no_masks_of_the_users_and_none_in_float16():
+def test_auto_moves_masks_of_layers_that_have_seen_enough_tokens(monkeypatch):
+    """The down projection has the most input channels, and the experts of a mixture share the tokens out."""
+    tokens, width = sum(ids.numel() for ids in token_batches(BATCHES)), 32
+    moved = partial(moved_layers, monkeypatch)
+    assert not moved(tiny_llama(), tokens // width + 1)
+    assert moved(tiny_llama(), tokens // 64) - moved(tiny_llama(), tokens // width) == {"0.mlp.down_proj"}
+    assert not moved(tiny_llama().half(), 0)
+    of_experts = {"0.mlp.experts.gate_up_proj", "0.mlp.experts.down_proj"}
+    assert moved(tiny_mixtral(), 0) - moved(tiny_mixtral(), tokens // width) == of_experts  # 2 of 4 experts for a token
+    assert of_experts - moved(tiny_mixtral(), tokens // width // 2) == {"0.mlp.experts.down_proj"}
+
+
+def test_auto_moves_no_masks_of_the_users(monkeypatch):
     masks = {name: mask.clone() for name, mask in mts.named_masks(sparsified(reconstruct=None))}
-    auto = {"self_data": 12, "reconstruct": {**MOVE, "masks": "auto"}}
-    assert_same_masks(sparsified(method=None, masks=masks, **auto), masks)
-    half = sparsified(tiny_llama().half(), **auto)
-    assert {block.way for block in mts.report(half).blocks} == {"rate 0.2, masks frozen, plain metric"}
+    assert not moved_layers(monkeypatch, None, 0, method=None, masks=masks)
 
 
 def test_zeros_of_a_mask_that_is_there_stay():
