@@ -351,6 +351,10 @@ def test_the_plan_says_it_and_what_it_costs():
     assert {layer.recipe for layer in plan.layers} == {"wanda+reconstruct"}
     weights = sum(layer.size for layer in plan.layers if layer.block == BLOCKS[0])
     assert plan.memory["reconstruction_of_one_block"] == 6 * 4 * weights
+    for samples, copies in ((16384, 7), (16383, 6)):  # 512 tokens for each of 32 input channels, or one less
+        tokens = {"data": ["text"], "tokenizer": str, "num_samples": samples, "seq_len": 1}
+        plan = mts.make_plan(tiny_llama(), "wanda", reconstruct={"masks": "auto"}, **tokens)
+        assert plan.memory["reconstruction_of_one_block"] == copies * 4 * weights
     assert "reconstruction_of_one_block" not in mts.make_plan(tiny_llama(), "wanda").memory
 
 

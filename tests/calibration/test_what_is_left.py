@@ -9,8 +9,9 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import modelopt_sparse as mts
 from tests.calibration.collecting import assert_same, collected
-from tests.helpers import refused, tiny_llama, token_batches
+from tests.helpers import assert_same_state, refused, state_of, tiny_llama, token_batches
 from tests.models.stacked import STACKED, NanAtPadding, Stacked, vectors
+from tests.models.tiny import tiny_mixtral
 from tests.oracles.brute_force import Recording, assert_stats, brute_force
 
 
@@ -103,3 +104,23 @@ def test_whatever_gradient_mode_the_caller_is_in(mode, from_tensors):
         assert_same(collected(model, data_loader=token_batches()), from_tensors)
     assert len(mts.verify(model, "2:4").layers) == 14
     assert all(parameter.requires_grad and parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("make", "run", "options"),
+    [
+        (tiny_llama, mts.sparsify, {"quality": "max"}),
+        (tiny_llama, mts.sparsify, {"method": "sparsegpt", "budget": "40% zeros"}),
+        (tiny_llama, mts.shrink, {"budget": "80% params"}),
+        (tiny_mixtral, mts.sparsify, {"method": "alps", "permute": True}),
+        (tiny_mixtral, mts.shrink, {"experts": "25%"}),
+    ],
+    ids=["max", "budget", "shrink", "experts", "fewer experts"],
+)
+def test_whatever_the_default_device_is(make, run, options):
+    """What is drawn and counted on the host is so, where `torch.set_default_device` says something else."""
+    (model, expected), batches = (make(), make()), token_batches(6)
+    run(expected, **options, data_loader=batches, progress=False)
+    with torch.device("meta"):
+        run(model, **options, data_loader=batches, progress=False)
+    assert_same_state(model, state_of(expected))
