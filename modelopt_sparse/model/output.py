@@ -3,6 +3,7 @@
 Shapes: T rows (predictions of real tokens), V their vocabulary or classes.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -118,16 +119,16 @@ class Output:
         """A loss of each prediction or number of real tokens. Of its gradients g, d^T E[g g^T] d / 2 is what a small
         change d costs: -log p(y), with y drawn from the predictions; of all but classes the number times a random sign
         and sqrt(2) (Gauss-Newton). ``first``: the row of the batch that these values begin with."""
-        rows, generator = self.values.flatten(0, -2), torch.Generator().manual_seed(seed)
-        before = first * len(rows) // max(len(self.values), 1)
-        uniforms = torch.rand(before + len(rows), generator=generator, dtype=torch.float64, device="cpu")[before:].to(
-            rows.device
-        )
-        if self.values.shape[-1] == 1:
-            losses = rows[:, 0].float() * torch.where(uniforms < 0.5, -(2**0.5), 2**0.5).float()
-        else:
-            losses = nn.functional.cross_entropy(rows.float(), drawn(rows.detach(), uniforms), reduction="none")
-        return self._real(losses.view(self.values.shape[:-1])).flatten()
+        shape, generator = self.values.shape[:-1], torch.Generator().manual_seed(seed)
+        count = math.prod(shape)
+        before = first * count // max(len(self.values), 1)
+        uniforms = torch.rand(before + count, generator=generator, dtype=torch.float64, device="cpu")
+        uniforms = self._real(uniforms[before:].view(shape)).flatten()
+        rows = self._real(self.values).flatten(0, -2)  # padding may hold NaN
+        uniforms = uniforms.to(rows.device)
+        if rows.shape[-1] == 1:
+            return rows[:, 0].float() * torch.where(uniforms < 0.5, -(2**0.5), 2**0.5).float()
+        return nn.functional.cross_entropy(rows.float(), drawn(rows.detach(), uniforms), reduction="none")
 
 
 def relative(sums: Sequence[float]) -> float:

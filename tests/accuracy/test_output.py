@@ -293,6 +293,17 @@ def test_which_outputs_have_a_value_for_each_token():
         assert len(counts.apart(counts)) == len(counts.drawn_loss(0)) == wanted, name
 
 
+@pytest.mark.parametrize("by", ["kl", "squared"])
+def test_padding_may_hold_nan_and_draws_no_other_labels(by):
+    mask, values = (
+        torch.tensor([[1, 1, 0], [1, 0, 1]]),
+        torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(0)),
+    )
+    torn = values.masked_fill(mask[..., None] == 0, torch.nan)
+    losses = [Output.of(x, None, by, token_mask).drawn_loss(7) for x, token_mask in ((values, None), (torn, mask))]
+    assert torch.equal(losses[0].view(2, 3, -1)[mask.bool()].flatten(), losses[1])
+
+
 # by hand ------------------------------------------------------------------------------------------------------------
 
 
