@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import nn
 
 from modelopt_sparse.calibration.data import Call, digest_of, load_calls
@@ -39,6 +38,7 @@ from modelopt_sparse.checkpoint.save import report as report_in
 from modelopt_sparse.checkpoint.streamed import (
     SourceFiles,
     Streamed,
+    concatenate,
     local_folder,
     without_blocks,
     write_index,
@@ -219,9 +219,9 @@ def _streamed(job: _Job, target: Path, processes: Processes, *, overwrite: bool)
         notes.append(str(job.quantized))
         started["quantized source"] = str(job.quantized)
     processes.check_same(started, "give all of them the same source and the same options")
-    # what each process may have of its own: the one that leads compares it
-    started |= files.facts | {"calibration data": None if job.calls is None else digest_of(job.calls)}
     with _full_disk_named(target), opened(target, started, processes, overwrite=overwrite) as work:
+        if work.done or work.finished:
+            work.check(files.hashes, None if job.calls is None else digest_of(job.calls))
         if not work.finished:
             with files.watched():
                 model, places = without_blocks(job.folder, job.names, dtype, job.quantized, work, job.remote)
@@ -330,8 +330,7 @@ def _finish(storage: Streamed, source: Path, work: WorkFolder, report: Report) -
     first = work.place(shard, storage.shard_name(1))
     written = [first, *(record.files for record in work.done.values())]
     known = {Path(name).name: facts for files in written for name, facts in files.items()}
-    files = [load_file(path) for path in (work.path / "masks").iterdir()]  # mapped, and not in memory
-    save_file({name: bits for file in files for name, bits in file.items()}, folder / MASKS)
+    concatenate(sorted((work.path / "masks").iterdir()), folder / MASKS)
     write_index(folder, sum(p.numel() for p in model.parameters()))
     report.notes += copy_companions(source, folder)
     (folder / DESCRIPTION).unlink(missing_ok=True)

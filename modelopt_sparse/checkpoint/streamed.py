@@ -7,11 +7,10 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
-from datetime import datetime, timezone
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from modelopt_sparse.checkpoint.folder import (
     MASKS,
     PACKED,
     WEIGHTS,
+    file_hash,
     hub_folder,
     is_packed,
     weight_files,
@@ -62,36 +62,52 @@ def local_folder(source: str | Path, revision: str | None) -> Path:
     return Path(source)
 
 
+COPY_AGAIN = "copy the source again, or put it where all processes see it"
+
+
 class SourceFiles:
     """The weight files of a folder, its ``config.json``, and code of the model's own.
 
-    Raises ValueError for a file that is missing, that is not as long as its own header says, or that has another size
-    for another process. Wrong numbers in a file cannot be noticed, as safetensors stores no checksums.
-
-    facts: "source file NAME" -> its size and the time of its last change.
+    A file is hashed when a block is first read from it: what is read for the hash, in order and fast, is in the
+    system's cache when the block is read. Raises ValueError for a file that is missing, that is not as long as its own
+    header says, or that is another one for another process. Wrong numbers in a file cannot be noticed, as safetensors
+    stores no checksums.
     """
 
     def __init__(self, folder: Path, processes: Processes) -> None:
+        self._processes = processes
+        self._hashes: dict[str, str] = {}  # of the files that have been read from
         opened_weights(folder)
         code = sorted(path.name for path in folder.glob("*.py"))
         names = ["config.json", *code, *weight_files(folder), *([MASKS] if is_packed(folder) else [])]
-        self._as_seen: dict[Path, os.stat_result] = {}
-        self.facts, sizes = dict[str, str](), dict[str, int]()
-        for name in names:
-            status = self._as_seen[(folder / name).resolve()] = os.stat(folder / name)
-            changed = datetime.fromtimestamp(status.st_mtime, timezone.utc)
-            self.facts[f"source file {name}"] = f"{status.st_size} bytes of {changed}"
-            sizes[f"the size of {name!r}"] = status.st_size
-        processes.check_same(sizes, "copy the source again, or put it where all processes see it")
+        self._names = {(folder / name).resolve(): name for name in names}
+        self._as_seen = {path: _look(path) for path in self._names}
+        sizes = {f"the size of {name!r}": (folder / name).stat().st_size for name in names}
+        processes.check_same(sizes, COPY_AGAIN)
+
+    @cached_property
+    def hashes(self) -> dict[str, str]:
+        """File name -> SHA-256, of all files. All processes ask for it at the same time."""
+        for path in self._names:
+            self.begin(path)
+        facts = {f"the SHA-256 of {name!r}": sha256 for name, sha256 in self._hashes.items()}
+        self._processes.check_same(facts, COPY_AGAIN)
+        return self._hashes
+
+    def begin(self, path: Path) -> None:
+        """`check` a file that is to be read from, and hash it the first time. Nothing happens for other files."""
+        name = self._names.get(path.resolve())
+        if name is not None:
+            self.check(path)
+            if name not in self._hashes:
+                self._hashes[name] = file_hash(path)
 
     def check(self, path: Path) -> None:
         """Raise Unreadable (a ValueError) if a file of the source is gone, or has changed since the run started.
-        Nothing happens for other files.
 
         A change is told by its size, its time and its place on the disk.
         """
-        seen = self._as_seen.get(path.resolve())
-        if seen is not None and not (path.exists() and _look(os.stat(path)) == _look(seen)):
+        if not path.exists() or _look(path) != self._as_seen[path.resolve()]:
             raise Unreadable(f"{str(path)!r} has changed since the run started: put it back, and start again")
 
     def check_all(self) -> None:
@@ -109,8 +125,9 @@ class SourceFiles:
             raise
 
 
-def _look(status: os.stat_result) -> tuple[int, ...]:
+def _look(path: Path) -> tuple[int, ...]:
     """What tells whether a file has changed: device, inode, size and time."""
+    status = os.stat(path)
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
@@ -247,6 +264,7 @@ class Streamed(Storage):
 
     @contextmanager
     def open(self, block: nn.Module | None, report: Report) -> Iterator[Callable[[], None] | None]:
+        self._work.check(self._files.hashes, report.calibration.get("sha256"))
         if block is None:
             yield None
             return
@@ -299,7 +317,7 @@ class Streamed(Storage):
 
     def _read(self, name: str, parameter: nn.Parameter) -> Tensor:
         file, key = self._places[name]
-        self._files.check(file)
+        self._files.begin(file)
         with safe_open(file, framework="pt") as opened:
             tensor = opened.get_tensor(key).to(parameter.dtype)
         if tensor.shape != parameter.shape:
@@ -438,3 +456,24 @@ def write_index(folder: Path, parameters: int) -> None:
         weight_map.update(dict.fromkeys(tensors, path.name.removeprefix(prefix)))
     index = {"metadata": {"total_parameters": parameters, "total_size": size}, "weight_map": weight_map}
     (folder / f"{prefix}{INDEX}").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def concatenate(files: Iterable[Path], out_path: Path) -> None:
+    """Write the masks of several files into one file, byte for byte as safetensors would.
+
+    One at a time is in memory: save_file would take all. https://github.com/huggingface/safetensors#format
+    """
+    opened = [safe_open(path, framework="np") for path in files]
+    where = {name: file for file in opened for name in file.keys()}  # noqa: SIM118 - not a mapping
+    header: dict[str, Any] = {}
+    end = 0
+    for name in sorted(where):
+        (size,) = where[name].get_slice(name).get_shape()
+        begin, end = end, end + size
+        header[name] = {"dtype": "U8", "shape": [size], "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    with out_path.open("wb") as out:
+        out.write(len(text).to_bytes(8, "little") + text)
+        for name in header:
+            out.write(where[name].get_tensor(name).data)

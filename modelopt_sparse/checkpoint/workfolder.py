@@ -26,6 +26,7 @@ run may be killed at any moment.
 
 import json
 import os
+import secrets
 import shutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -53,7 +54,8 @@ STARTED, BUDGET, REPORT, FINISHED = "started.json", "budget.json", "report.json"
 LOCK = "lock"
 FOLDERS = ("folder", "masks", "named")
 SCRATCH = ("writing", "converted")
-PROCESSES = "processes"  # that a run is started with: another number of them may go on
+# what a run is started with and is known only when it has been read
+DATA, SOURCE, PROCESSES = "calibration data", "source file ", "processes"
 
 
 @dataclass(frozen=True)
@@ -183,6 +185,7 @@ class WorkFolder:
         self.report: dict[str, Any] | None = None
         self.finished = False
         self._processes = processes
+        self._is_same: bool | None = None  # None: not compared yet
         self._overwrite = overwrite
         self._started: dict[str, Any] = json.loads(json.dumps({**started, PROCESSES: processes.size}, default=str))
 
@@ -214,10 +217,13 @@ class WorkFolder:
         """Let the other processes know what the one that leads has found, once it has begun."""
         if self._processes.size == 1:
             return
-        facts = self.done, self.budget, self.report, self.finished, self._started
+        seal = self.path / "writing" / f"seal-{secrets.token_hex(8)}"
+        if self.leads:
+            seal.touch()
+        facts = self.done, self.budget, self.report, self.finished, self._started, seal.name
         facts = self._processes.all_gather("the work folder", facts if self.leads else None)[0]
-        self.done, self.budget, self.report, self.finished, self._started = facts
-        if not ((self.path / STARTED).is_file() and read_json(self.path / STARTED) == self._started):
+        self.done, self.budget, self.report, self.finished, self._started, name = facts
+        if not (self.path / "writing" / name).is_file():
             problem = f"of rank 0 is not there for rank {self._processes.rank}"
             raise ValueError(f"{str(self.path)!r} {problem}: put it where all processes see it")
 
@@ -231,10 +237,8 @@ class WorkFolder:
         """Why the run that is there cannot be continued; "" if it can. Reads what it has left."""
         try:
             started = read_json(self.path / STARTED)
-            now = {**self._started, PROCESSES: started.get(PROCESSES)}
-            keys = [key for key in {**started, **now} if started.get(key) != now.get(key)]
-            if differences := [f"{key}: {started.get(key)} there, {now.get(key)} now" for key in keys]:
-                return f"holds a run that was started with something else ({first_few(differences)})"
+            if difference := _difference(_at_once(started), _at_once(self._started)):
+                return difference
             for path in () if is_finished(self.final_folder) else sorted(self.path.glob("block-*.json")):
                 record = BlockRecord(**read_json(path))
                 for name, expected in record.files.items():
@@ -247,6 +251,29 @@ class WorkFolder:
             return f"is damaged: {error}"
         self._started = started
         return ""
+
+    def check(self, files: Mapping[str, str], data: str | None) -> None:
+        """Compare the source (file name -> SHA-256) and the calibration data (its SHA-256) with those of the run that
+        this one continues, once.
+
+        If they differ, ValueError is raised; with ``overwrite`` that run is deleted instead.
+        """
+        if self._is_same is None:
+            read = {f"{SOURCE}{name}": sha256 for name, sha256 in files.items()} | {DATA: data}
+            same = self._compare(read) if self.leads else False
+            self._is_same = bool(self._processes.all_gather("the data of the work folder", same)[0])
+            if not self._is_same:
+                self.done, self.budget, self.report, self.finished = {}, None, None, False
+
+    def _compare(self, read: Mapping[str, Any]) -> bool:
+        started = {name: value for name, value in self._started.items() if _is_read(name)}
+        difference = _difference(started or read, read)
+        if difference:
+            self._throw_away(difference)
+        if difference or not started:
+            self._started = {**_at_once(self._started), PROCESSES: self._processes.size, **read}
+            self.write_json(STARTED, self._started)
+        return not difference
 
     def check_files(self) -> None:
         """Raise ValueError if a file of a finished block is not there any more, or has another size."""
@@ -335,6 +362,23 @@ class WorkFolder:
         sync(self.final_folder.parent)
         self.path = self.path.rename(_finished_path(self.final_folder))  # from here on there is no run to continue
         remove_leftovers(self.final_folder)
+
+
+def _at_once(started: Mapping[str, Any]) -> dict[str, Any]:
+    """What is known of a run before it has read anything."""
+    return {name: value for name, value in started.items() if name != PROCESSES and not _is_read(name)}
+
+
+def _is_read(name: str) -> bool:
+    """Whether it is of the source or of the data."""
+    return name == DATA or name.startswith(SOURCE)
+
+
+def _difference(started: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """What a run was started with (``there``) that is something else ``now``; "" if nothing is."""
+    keys = [key for key in {**started, **now} if started.get(key) != now.get(key)]
+    differences = [f"{key}: {started.get(key)} there, {now.get(key)} now" for key in keys]
+    return f"holds a run that was started with something else ({first_few(differences)})" if differences else ""
 
 
 def _damage(name: str, record: BlockRecord) -> str:

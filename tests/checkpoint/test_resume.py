@@ -126,7 +126,7 @@ def other_code(source: Path) -> None:
         ({"exclude": "*.up_proj"}, ["layer model.layers.0.mlp.up_proj: stopping 2:4 there, None now"]),
         ({"sequential": "none"}, ["sequential: block there, none now"]),
         ({"enforce": False}, ["enforce: True there, False now"]),
-        ({"reconstruct": 2}, ["stopping 2:4 there, stopping+reconstruct 2:4 now", "and 18 more"]),
+        ({"reconstruct": 2}, ["stopping 2:4 there, stopping+reconstruct 2:4 now", "and 17 more"]),
         ({"dtype": torch.bfloat16}, ["dtype: auto there, torch.bfloat16 now"]),
         ({"method": "wanda"}, ["stopping 2:4 there, wanda 2:4 now"]),
         ({"data_loader": token_batches(3, seed=5)}, ["calibration data: ", " there, "]),

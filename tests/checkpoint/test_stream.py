@@ -243,18 +243,29 @@ def test_one_block_has_weights_at_any_time(tmp_path, name):
     ids=["magnitude", "sparsegpt", "reconstruct"],
 )
 def test_how_often_the_source_is_read(tmp_path, monkeypatch, options, readings):
-    """In the dense run, in the rehearsal, and for the solution."""
+    """In the dense run, in the rehearsal, and for the solution. With data, files are hashed in the first
+    of these, each when the first block is read from it."""
     source = saved(tmp_path / "dense", MODELS["llama"], max_shard_size="60KB")
-    filled: list[int] = []
-    fill = blocks.Streamed._fill
+    events: list[Any] = []
+    fill, file_hash = blocks.Streamed._fill, blocks.file_hash
 
     def filling(self, block):
         fill(self, block)
-        filled.append(self._blocks.index(block))
+        events.append(self._blocks.index(block))
+
+    def hashing(path):
+        events.append(path.name)
+        return file_hash(path)
 
     monkeypatch.setattr(blocks.Streamed, "_fill", filling)
+    monkeypatch.setattr(blocks, "file_hash", hashing)
     streamed(source, tmp_path / "sparse", data_loader=[x["input_ids"] for x in batches()], **options)
-    assert filled == [0, 1, 2] * readings
+    assert [each for each in events if isinstance(each, int)] == [0, 1, 2] * readings
+    hashed = [each for each in events if isinstance(each, str)]
+    assert sorted(hashed) == sorted({"config.json", *(path.name for path in source.glob("*.safetensors"))})
+    weight_map = json.loads((source / "model.safetensors.index.json").read_text())["weight_map"]
+    first = {file for name, file in weight_map.items() if name.startswith("model.layers.0.")}
+    assert readings == 1 or {*events[: events.index(0)]} == first
 
 
 def test_masks_and_weights_of_a_block_are_gone_after_its_turn(tmp_path, monkeypatch):
