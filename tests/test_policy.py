@@ -243,7 +243,6 @@ def test_one_file_knows_how_accelerate_leaves_its_hooks():
 # functions of more than 60 lines, and why
 LONG = {
     ("checkpoint/stream.py", "sparsify_checkpoint"): "half of it is its docstring and its parameters",
-    ("shrinking/shrink.py", "shrink"): "two thirds of it are its docstring and its parameters",
 }
 
 

@@ -432,7 +432,7 @@ def test_an_activation_that_is_not_finite_at_block_3(world, target, half):
         assert "run the model in bfloat16 or float32" in found["error"]
         assert assert_plain(world, target) == 3
     code, found = world.runs.run("stream", {**given, "dtype": "float32"})
-    assert "started with something else (dtype: auto there, float32 now)" in found["error"]
+    assert "started with something else (dtype: auto there, torch.float32 now)" in found["error"]
     code, found = world.runs.run("stream", {**given, "dtype": "float32", "overwrite": True})
     assert (code, found.get("notes")) == (0, [])
     assert len(mts.verify(target, "2:4").layers) == 7 * BLOCKS
