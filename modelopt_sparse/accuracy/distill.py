@@ -26,7 +26,7 @@ from modelopt_sparse.accuracy.tuning import (
 from modelopt_sparse.calibration.data import Call
 from modelopt_sparse.calibration.forward import CalibrationData
 from modelopt_sparse.methods.base import Method
-from modelopt_sparse.model.devices import input_device, refuse_offloaded
+from modelopt_sparse.model.devices import bytes_of, input_device, refuse_offloaded
 from modelopt_sparse.model.hf import is_encoder_decoder
 from modelopt_sparse.model.masking import named_masks, without_masks
 from modelopt_sparse.model.output import Output
@@ -142,7 +142,12 @@ def distillable(data: CalibrationData, method: Method) -> CalibrationData:
     try:
         if data.calls is None or not run.config.enforce:
             raise ValueError(f"{'enforce=False' if data.calls else 'a forward_loop'} goes with none")
+        if not run.storage.resident:
+            raise ValueError("each step takes a pass over all weights, which lie on disk")
         refuse_to_distill(run.model, run.config)
+        needed, free = run.plan.memory["distillation"], bytes_of(input_device(run.model))[1]
+        if needed > free and not run.config.must_distill:
+            raise ValueError(f"it takes {needed:,} bytes on {input_device(run.model)}, where {free:,.0f} are free")
         Teacher.of(replace(data, calls=data.calls[:1]))
     except ValueError as error:
         if run.config.must_distill:

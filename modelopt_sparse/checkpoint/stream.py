@@ -268,11 +268,10 @@ def _full_disk_named(target: Path) -> Iterator[None]:
 
 def _refuse_whole_model(config: SparsifyConfig, verb: str, further: Iterable[tuple[bool, str, str]] = ()) -> None:
     """Raise ValueError for options that need the whole model at once."""
-    quality = "" if config.quality is None else f" (set by quality={config.quality!r})"
     own_text = "data='self'" if config.writes_its_data else f"self_data={config.self_data}"
     writes = config.writes_its_data or config.self_data not in (0, *OWN_WINDOWS)
     options = [
-        (config.distill is not None, f"distill{quality}", "leave it out"),
+        (config.must_distill, "distill", "leave it out"),
         (writes, own_text, "give a file of write_text as data="),
         (config.forward_loop is not None, "forward_loop", "give data_loader= or data="),
         *further,

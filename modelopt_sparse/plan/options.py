@@ -188,12 +188,12 @@ class Quality:
 
 
 BALANCED = {"self_data": "masked", "reconstruct": {"epochs": (4, 2), "masks": "auto", "metric": "auto"}}
-BEST = {"self_data": "auto", "reconstruct": {"epochs": (8, 4), "masks": "auto", "metric": "auto"}}
+BEST = {"self_data": "auto", "reconstruct": {"epochs": (8, 4), "masks": "auto", "metric": "auto"}, "distill": AUTO}
 QUALITIES: dict[str, Quality] = {
     "fast": Quality("sparsegpt", {"polish": 3}, shares=False),
     "balanced": Quality("alps", BALANCED),
     "best": Quality("alps", BEST),
-    "max": Quality("alps", {**BEST, "distill": AUTO}),
+    "max": Quality("alps", {**BEST, "distill": {"epochs": 4, "optional": True}}),
 }
 
 
@@ -256,12 +256,14 @@ class Distill:
       move together.
     moments: the dtype that the optimizer holds its two moments in between steps, "bfloat16" or "float32", with which a
       weight that stays takes 12 bytes instead of 8. Steps are computed in float32.
+    optional: where the model cannot be distilled, or there is no memory for it, leave it out, and say so in the report.
+      ``distill="auto"`` is this one, with the other options as they are here.
     """
 
     epochs: int = 2
     learning_rate: float = 0.12
     moments: Literal["bfloat16", "float32"] = "bfloat16"
-    optional: ClassVar[bool] = False  # it came from "auto": where the model cannot be distilled, the report says so
+    optional: bool = False
 
     def __post_init__(self) -> None:
         check_options(self, "distill: ")
@@ -301,9 +303,7 @@ def _parse_tuning(make: type[Tuning], value: Any) -> Tuning | None:
     if isinstance(value, make):
         return value
     if value == AUTO and make is Distill:
-        tuning = make()
-        vars(tuning)["optional"] = True
-        return tuning
+        return make(optional=True)
     if isinstance(value, int):
         return make() if value is True else make(epochs=value)
     if not isinstance(value, Mapping):
@@ -430,7 +430,7 @@ class SparsifyConfig:
         the number of epochs, or a mapping of `Reconstruct`'s options.
       distill: after the last block, tune the kept weights, norms and biases of the whole model to put out what the
         dense model did; True, the number of epochs, or a mapping of `Distill`'s options. "auto", which
-        ``quality`` sets: True, or None where the model cannot be distilled; the report says why.
+        ``quality`` sets: True, or None where the model cannot be distilled or memory is short; the report says why.
       budget: what the layers that may be pruned may have in all, and which of ``choices`` each becomes is chosen to
         lose least: "35% zeros" at least, or at most so many of "bytes" or "flops", as a share with % or an amount,
         "4.2e9 bytes". "auto", which ``quality`` sets: the zeros of an unstructured ``pattern``, or that pattern in

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from modelopt_sparse.accuracy.distill import Teacher, distill_from
+from modelopt_sparse.accuracy.distill import Teacher, distill_from, distillable
 from modelopt_sparse.accuracy.fisher import with_metrics
 from modelopt_sparse.accuracy.reconstruct import dense_goals, reconstruct
 from modelopt_sparse.accuracy.tuning import BatchNumbers
@@ -111,6 +111,8 @@ def shrink_to_one(
     with calibrating(run.model):
         with run.part("calibration data"):
             data = CalibrationData.load(run, calls)
+        if run.config.distill is not None:
+            data = distillable(data, Magnitude())
         with run.part("budget"):
             best = sizes[0] if request.budget is None else _best(data, sizes, request)
         _shrink(data, best, request)
@@ -182,7 +184,8 @@ def _shrink(data: CalibrationData, sizes: TargetSizes, request: ShrinkRequest) -
     run = replace(run, plan=plan_for(model, Magnitude(), run.config))
     if run.config.reconstruct is not None:
         judge.measure("reconstructed", shrunk)
-    if run.config.distill is not None and judge.teacher is not None:
+    if run.config.distill is not None:
+        assert judge.teacher is not None  # `distillable` leaves distillation out where the model is streamed
         with run.part("distillation"):
             distill_from(replace(judge.teacher, data=replace(judge.teacher.data, run=run)), run)
         judge.measure("distilled", shrunk)

@@ -3,6 +3,7 @@
 import copy
 import itertools
 import math
+import re
 from functools import partial
 
 import pytest
@@ -340,7 +341,7 @@ def test_report_and_plan_say_it():
     kls = f"KL from the dense model {report.distillation.kl_before:.4f} -> {report.distillation.kl_after:.4f} nats"
     assert kls in text
     assert " s of distillation" in text
-    assert report.settings["distill"] == {"epochs": 2, "learning_rate": 0.12, "moments": "bfloat16"}
+    assert report.settings["distill"] == {"epochs": 2, "learning_rate": 0.12, "moments": "bfloat16", "optional": False}
     assert Report.from_dict(report.as_dict()) == report
     older = {key: value for key, value in report.as_dict().items() if key != "distillation"}
     assert Report.from_dict(older).distillation is None
@@ -406,8 +407,8 @@ def test_what_is_refused(tmp_path):
         mts.SparsifyConfig(forward_loop=print, distill=True)
     refused(mts.sparsify, tiny_llama(), "magnitude", match="distill needs calibration data", distill=True)
     tiny_llama().save_pretrained(tmp_path / "dense")
-    with pytest.raises(ValueError, match=r"distill \(set by quality='max'\) runs the whole model, which"):
-        mts.sparsify_checkpoint(tmp_path / "dense", tmp_path / "out", quality="max", data_loader=token_batches(2))
+    with pytest.raises(ValueError, match="distill runs the whole model, which"):
+        mts.sparsify_checkpoint(tmp_path / "dense", tmp_path / "out", distill=True, data_loader=token_batches(2))
     assert not (tmp_path / "out").exists()
 
 
@@ -484,3 +485,13 @@ def test_quality_max_leaves_out_what_the_model_cannot_have(why, more):
     assert report.distillation is None
     assert report.settings["distill"] is None
     assert not any("distill" in layer.recipe for layer in report.layers)
+
+
+def test_quality_leaves_distillation_out_where_memory_is_short(monkeypatch):
+    """Hours of calibration would end in an error; asked for by name, it is tried."""
+    monkeypatch.setattr("modelopt_sparse.accuracy.distill.bytes_of", lambda device: (math.inf, 1000))
+    options = {"pattern": "2:4", "data_loader": token_batches(4), "progress": False, "reconstruct": 1}
+    report = mts.report(mts.sparsify(tiny_llama(), quality="best", **options))
+    assert report.distillation is None
+    assert [note for note in report.notes if re.fullmatch(r"no distillation: it takes [\d,]+ bytes on cpu, .*", note)]
+    assert mts.report(mts.sparsify(tiny_llama(), **options, distill=1)).distillation is not None

@@ -175,7 +175,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "blocks by KL": ({"blocks": 1, "blocks_by": "kl"}, "^blocks_by='kl' runs the whole model"),
     "distill": ({"distill": True}, "^distill runs the whole model, .*or load the model and call shrink$"),
-    "quality": ({"quality": "max"}, r"^distill \(set by quality='max'\) runs the whole model"),
     "text of its own": ({"self_data": 4}, "^self_data=4 runs the whole model"),
     "no data": ({"data_loader": None}, "needs calibration data"),
 }

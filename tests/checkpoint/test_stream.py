@@ -53,14 +53,19 @@ def assert_streamed_as_in_memory(source: Path, folder: Path, **options: Any) -> 
     return report, mts.report(whole)
 
 
-def test_best_is_that_of_memory_without_text_of_its_own_and_metric(tmp_path):
+def test_best_is_that_of_memory_without_text_of_its_own_metric_and_distillation(tmp_path):
     """The report says so."""
     MODELS["llama"]().save_pretrained(tmp_path / "dense")
     options = {"data_loader": batches("llama"), "pattern": "2:4"}
     report = streamed(tmp_path / "dense", tmp_path / "out", None, quality="best", **options)
     assert "the model writes no text itself: each token takes a pass over all weights" in " ".join(report.notes)
     assert "reconstruct's metric is the plain squared error: the model is streamed" in report.notes
-    alone = {"self_data": 0, "reconstruct": {**QUALITIES["best"].options["reconstruct"], "metric": "plain"}}
+    assert "no distillation: each step takes a pass over all weights, which lie on disk" in report.notes
+    alone = {
+        "self_data": 0,
+        "distill": None,
+        "reconstruct": {**QUALITIES["best"].options["reconstruct"], "metric": "plain"},
+    }
     model = mts.sparsify(MODELS["llama"](), quality="best", progress=False, **alone, **options)
     for name, weight in mts.load(tmp_path / "out").named_parameters():
         assert_bits(weight, model.get_parameter(name))

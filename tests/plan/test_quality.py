@@ -46,7 +46,7 @@ def test_quality_chooses_method_and_options(quality, pattern):
     if "reconstruct" in options:
         options["reconstruct"] = Reconstruct(**options["reconstruct"])
     if "distill" in options:
-        options["distill"] = Distill()
+        options["distill"] = Distill(epochs={"best": 2, "max": 4}[quality], optional=True)
     expected = (chosen.method, {**OFF, **options})
     assert expected[1] != OFF
     assert settings(quality=quality, pattern=pattern) == expected
@@ -83,6 +83,7 @@ RECIPES = [
     ("fast", "2:4", {"sparsegpt+polish"}),
     ("balanced", "2:4", {"alps+reconstruct", "permute+alps+reconstruct"}),
     ("balanced", "50%", {"alps+reconstruct"}),
+    ("best", "2:4", {"alps+reconstruct+distill", "permute+alps+reconstruct+distill"}),
     ("max", "2:4", {"alps+reconstruct+distill", "permute+alps+reconstruct+distill"}),
 ]
 
@@ -136,7 +137,7 @@ def test_masks_with_everything_that_follows():
     assert {layer.recipe for layer in report.layers} == {"masks+polish+reconstruct"}
     assert all(after <= before for before, after in (layer.errors for layer in report.layers))
     assert_same_masks(model, masks)
-    for quality, recipe in (("fast", "masks+polish"), ("best", "masks+reconstruct")):
+    for quality, recipe in (("fast", "masks+polish"), ("best", "masks+reconstruct+distill")):
         plan = mts.make_plan(tiny_llama(), masks=masks, quality=quality, data_loader=token_batches())
         assert {layer.recipe for layer in plan.layers} == {recipe}
 
