@@ -14,7 +14,6 @@ Both sides have one thread. Both set torch's precision of float32 products, so t
 """
 
 import argparse
-import copy
 import hashlib
 import inspect
 import io
@@ -26,10 +25,9 @@ import shlex
 import subprocess
 import sys
 import tempfile
-import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from functools import partial
 from pathlib import Path
@@ -49,7 +47,7 @@ sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
 
 from tests.models import expert_models
 from tests.models.architectures import ARCHITECTURES, HEADS, WIDER, WIDTH, Architecture, pairs, sequences, texts
-from tests.models.stacked import Stacked, vectors
+from tests.models.stacked import Skipping, WritingFirst, vectors
 from tests.models.tiny import tiny_yolos
 
 Result = dict[str, Any]
@@ -90,19 +88,6 @@ def qwen3_vl() -> nn.Module:
 def cnn() -> nn.Module:
     convolutions = (nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 32, 3, groups=4), nn.ReLU())
     return nn.Sequential(*convolutions, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(128, 16))
-
-
-class Skipping(Stacked):
-    """Some batches skip the second block."""
-
-    def order(self, x: Tensor) -> Iterable[nn.Module]:
-        return self.blocks if len(x) > 6 else self.blocks[::2]
-
-
-def overwriting() -> nn.Module:
-    """Its blocks write to their inputs."""
-    layers = nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16)
-    return Stacked(block=lambda: nn.Sequential(nn.LeakyReLU(0.5, inplace=True), *copy.deepcopy(layers)))
 
 
 def seeded(seed: int = 1) -> torch.Generator:
@@ -168,7 +153,7 @@ MODELS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "cnn": (cnn, images),
     "no-stack": (layer, partial(sequences, "right")),
     "skipping": (Skipping, partial(vectors, 4)),
-    "overwriting": (overwriting, partial(vectors, 4)),
+    "overwriting": (WritingFirst, partial(vectors, 4)),
 }
 
 
@@ -370,18 +355,6 @@ def evaluated() -> Result:
     return {"values": without_times(vars(done)), "printed": printed(str(done))}
 
 
-def refused(name: str, method: Any, **options: Any) -> Result:
-    """What is said of what is wrong, and whether the model is as it was."""
-    model = built(name)
-    before = {key: digest(x) for key, x in model.named_parameters()}
-    try:
-        mts.sparsify(model, method, **with_data(name, options))
-    except Exception as error:
-        same = before == {key: digest(x) for key, x in model.named_parameters()}
-        return {"type": type(error).__name__, "message": str(error), "model as it was": same}
-    return {"taken": True}
-
-
 def public_names() -> Result:
     """Arguments of all that is public, with their defaults."""
     results: Result = {}
@@ -513,11 +486,6 @@ stream qwen3-vl: sparsegpt spill=true; wanda sequential=stage
 stream mixtral: sparsegpt min_tokens=30; wanda spill=true sequential=stage
 stream mixtral: sparsegpt spill=true memory_limit=100KB min_tokens=30
 stream gpt_oss: wanda spill=true experts=all_tokens
-refused llama: wanda pattern=5:4; wanda pattern=5:7; wonda; wanda dampening=1; wanda sequential=blocks; wanda device=no
-refused llama: wanda data_loader=null; wanda data_loader=[]; wanda data_loader=NAN; wanda data_loader='["text"]'
-refused llama: wanda include=*.nothing; wanda quality=good; magnitude quality=best; wanda distributed=true
-refused llama: wanda rules='{"*": {"patern": "2:4"}}'; wanda reconstruct='{"epoch": 1}'; wanda forward_loop=IDLE
-refused llama: wanda forward_loop=LOOP distill=true; DEFAULT masks=MISFIT
 """
 CALIBRATED = "sparsify dense --out sparse --data text.txt --seq-len 32"
 MAGNITUDE = "sparsify dense --out sparse --method magnitude"
@@ -568,9 +536,6 @@ def value_of(word: str) -> Any:
         "RAGGED": lambda model: [model(**batch) for batch in texts("right")],
         "PAIRS": lambda model: [model(**batch) for batch in pairs("right")],
         "LOOP": lambda model: [model(batch) for batch in tokens()],
-        "IDLE": lambda model: None,
-        "NAN": [{"inputs_embeds": torch.full((1, 4, SIZES["hidden_size"]), torch.nan)}],
-        "MISFIT": {"model.layers.0.mlp.up_proj.weight": torch.ones(2, 2, dtype=torch.bool)},
     }
     try:
         return values[word] if word in values else json.loads(word)
@@ -580,7 +545,6 @@ def value_of(word: str) -> Any:
 
 KINDS: dict[str, Callable[..., Result]] = {
     "two": two,
-    "refused": refused,
     "sparse": sparse,
     "written": written,
     "stream": stream,
@@ -621,19 +585,12 @@ def run_jobs(checkout: Path, results: Path, only: str) -> None:
         folder = results.with_suffix("") / str(len(done))
         folder.mkdir(parents=True)
         os.chdir(folder)
-        began = time.process_time(), children_time()
         try:
             done[name] = warned(jobs[name])
         except Exception:
             done[name] = {"fails": traceback.format_exc()}
-        seconds = time.process_time() - began[0] + children_time() - began[1]
-        print(f"{seconds:6.1f} s  {name}", flush=True)
     results.write_text(json.dumps(done, default=str), encoding="utf-8")
     print(f"{len(done)} jobs with {mts.__file__}")
-
-
-def children_time() -> float:
-    return os.times().children_user + os.times().children_system
 
 
 def start(checkout: Path, results: Path, only: str) -> Result:
@@ -643,14 +600,11 @@ def start(checkout: Path, results: Path, only: str) -> Result:
     path.mkdir()
     (path / "modelopt_sparse").symlink_to(checkout / "modelopt_sparse")
     fixed = {"PYTHONPATH": str(path), "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    began = children_time()
     done = subprocess.run(arguments, env={**os.environ, **fixed}, capture_output=True, text=True, timeout=LIMIT)
     if done.returncode:
         print(done.stdout[-2000:], done.stderr[-4000:], file=sys.stderr)
         raise SystemExit(2)
-    *jobs, last = done.stdout.splitlines()
-    results.with_suffix(".times").write_text("\n".join(sorted(jobs, reverse=True)), encoding="utf-8")
-    print(f"{last} in {children_time() - began:.0f} s of processor time", flush=True)
+    print(done.stdout.strip(), flush=True)
     return json.loads(results.read_text(encoding="utf-8"))
 
 
@@ -718,7 +672,6 @@ def main() -> None:
     parser.add_argument("--only", default="", metavar="SUBSTRING", help="jobs with this in their names")
     parser.add_argument("--words", action="store_true", help="compare words as well")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the table there, with all that differs")
-    parser.add_argument("--times", action="store_true", help="say which jobs take the most processor time")
     parser.add_argument("--results", type=Path, help=argparse.SUPPRESS)  # this process is one of the sides
     chosen = parser.parse_args()
     if chosen.results is not None:
@@ -727,8 +680,6 @@ def main() -> None:
         folder = Path(name).resolve()
         other = start(chosen.other.resolve(), folder / "other.json", chosen.only)
         this = start(chosen.this.resolve(), folder / "this.json", chosen.only)
-        if chosen.times:
-            print("\n".join((folder / "this.times").read_text(encoding="utf-8").splitlines()[:20]))
         wrong = {name: problems_of(result, this[name], folder) for name, result in other.items()}
     if not wrong:
         parser.error(f"no job has {chosen.only!r} in its name")
