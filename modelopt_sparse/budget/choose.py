@@ -71,21 +71,18 @@ KL_CURVATURE = 0.75  # c in: real KL = x (1 + c x), with x the sum of losses tim
 def decided(data: CalibrationData) -> tuple[CalibrationData, dict[str, Any]]:
     """Choose by losses, or take the plain plan if the choice turns out worse on the batches held back -> (the data,
     with the metrics that come from the same gradients; the decision as the report has it)."""
-    with without_masks(data.run.model) if data.run.config.replace else nullcontext():
-        return _decided(data)
-
-
-def _decided(data: CalibrationData) -> tuple[CalibrationData, dict[str, Any]]:
     budget = data.run.config.budget
     assert budget is not None
-    data, costs = tabled(data)
-    if (chosen := costs.best(budget)) is None:
-        left = costs.costs_NK(budget.unit).min(1).sum() / costs.dense(budget.unit)
-        allowed = f"the choices leave at least {left:.1%} of {budget.unit.replace('zeros', 'the weights')}"
-        raise ValueError(f"budget='{budget}': {allowed}: add sparser choices, or include layers")
-    plans = {"the choice by losses": chosen, **costs.plain(budget)}
-    plans = {title: costs.filled(plan, budget) for title, plan in plans.items()}
-    sums, measured = [costs.loss(plan) for plan in plans.values()], divergences(data, [*plans.values()])
+    with without_masks(data.run.model) if data.run.config.replace else nullcontext():
+        data, costs = tabled(data)
+        if (chosen := costs.best(budget)) is None:
+            left = costs.costs_NK(budget.unit).min(1).sum() / costs.dense(budget.unit)
+            allowed = f"the choices leave at least {left:.1%} of {budget.unit.replace('zeros', 'the weights')}"
+            raise ValueError(f"budget='{budget}': {allowed}: add sparser choices, or include layers")
+        plans = {"the choice by losses": chosen, **costs.plain(budget)}
+        plans = {title: costs.filled(plan, budget) for title, plan in plans.items()}
+        measured = divergences(data, [*plans.values()])
+    sums = [costs.loss(plan) for plan in plans.values()]
     settings = data.run.report.settings  # which a process that judges no batch does not know
     settings |= next(filter(None, data.run.processes.all_gather("what is measured", _divergence(settings))), {})
     title, chosen = [*plans.items()][measured.index(min(measured))]

@@ -16,7 +16,6 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from html import escape
 from importlib.resources import files
 from importlib.util import find_spec
@@ -107,24 +106,14 @@ class Figure:
     choices: dict[str, list[int]] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Table:
-    """A table that the page sorts and filters: the heads of its columns, and the columns, all of one length.
-
-    Numbers sort as numbers; None is an empty cell.
-    """
-
-    key: str
-    title: str
-    heads: list[str]
-    columns: list[Sequence[str | float | None]]
+Table = dict[str, Any]  # see `_table`
 
 
 def _page(title: str, texts: dict[str, Any], figures: Sequence[Figure | None], tables: Sequence[Table]) -> str:
     """The whole file; plots and tables without data are left out. ``texts``: what `page.html` shows beside them."""
     drawn = [figure for figure in figures if figure is not None and figure.traces]
-    tables = [table for table in tables if table.heads]
-    data = {"figures": [*map(vars, drawn)], "tables": [*map(vars, tables)]}
+    tables = [table for table in tables if table["heads"]]
+    data = {"figures": [*map(vars, drawn)], "tables": tables}
     script = ""
     if drawn:
         from plotly.offline import get_plotlyjs  # an extra, and slow to import: only when a page with plots is written
@@ -246,7 +235,7 @@ def _duration(seconds: float) -> str:
 def _tables(report: Report) -> list[Table]:
     """A row for each score, each layer, each block, and each weight that stays dense."""
     layers, blocks, scores = report.layers, report.blocks, [*task_scores(report.tasks or {})]
-    errors = {f"error after {step}": [_error_after(layer, step) for layer in layers] for step in _steps_of(layers)}
+    errors = {f"error after {step}": values for step, values in _errors_by_step(layers).items()}
     of_layers = {
         "layer": [layer.name for layer in layers],
         **_fields(layers, "recipe", "pattern"),
@@ -297,13 +286,14 @@ def _compared_table(runs: Runs) -> Table:
 
 
 def _table(key: str, title: str, columns: Mapping[str, Sequence[Any]]) -> Table:
-    """A table of the columns that have a value; floats have so many digits as are shown."""
+    """A table that the page sorts and filters, of the columns that have a value: their heads, and the columns, all of
+    one length. Numbers sort as numbers, and floats have so many digits as are shown; None is an empty cell."""
     shown = {
         head: [float(f"{value:.{PLACES}g}") if isinstance(value, float) else value for value in values]
         for head, values in columns.items()
         if any(value is not None for value in values)
     }
-    return Table(key, title, list(shown), list(shown.values()))
+    return {"key": key, "title": title, "heads": list(shown), "columns": list(shown.values())}
 
 
 def _fields(rows: Iterable[Any], *names: str) -> dict[str, Sequence[Any]]:
@@ -323,10 +313,10 @@ def figures_of(report: Report, masks: Mapping[str, Tensor]) -> list[Figure | Non
 
     masks: bool masks to draw, by parameter name.
     """
-    layers, blocks, steps = report.layers, report.blocks, _steps_of(report.layers)
+    layers, blocks, after = report.layers, report.blocks, _errors_by_step(report.layers)
     budget = report.settings.get("budget")
     budget = budget if isinstance(budget, Mapping) else {}
-    by_layer = {f"after {step}": _by_role(layers, partial(_error_after, step=step)) for step in reversed(steps)}
+    by_layer = {f"after {step}": _by_role(layers, after[step]) for step in reversed(after)}
     errors = [(f"after {step.step}", _block(layer), step.error) for layer in layers for step in layer.steps]
     tuned = [("before", block.name, block.error_before) for block in blocks]
     tuned += [("after", block.name, block.error_after) for block in blocks]
@@ -338,7 +328,7 @@ def figures_of(report: Report, masks: Mapping[str, Tensor]) -> list[Figure | Non
         _lines("errors", "Error by layer", relative, by_layer, "error", log=True),
         _lines("steps", "Error by block and step", by_step, {"": errors}, "mean error", log=True),
         _lines("reconstruction", "Block error before and after reconstruction", held, {"": tuned}, "error", log=True),
-        _lines("zeros", "Zeros by layer", fraction, {"": _by_role(layers, _percent)}, "% zeros"),
+        _lines("zeros", "Zeros by layer", fraction, {"": _by_role(layers, [*map(_percent, layers)])}, "% zeros"),
         _levels(layers, budget),
         _tried(budget),
         _curve(budget),
@@ -394,7 +384,7 @@ def place_of(name: str) -> tuple[str, str]:
 
 def _levels(layers: Sequence[LayerReport], budget: Mapping[str, Any]) -> Figure | None:
     """Zeros as a map of blocks and roles, where patterns differ: how they were shared out."""
-    points = _by_role(layers, _percent) if len({layer.pattern for layer in layers}) > 1 else []
+    points = _by_role(layers, [*map(_percent, layers)]) if len({layer.pattern for layer in layers}) > 1 else []
     if "zeros" in budget:  # of what stays dense as well
         placed = ((*place_of(name), fraction) for name, fraction in budget["zeros"].items())
         points = [(role, block, 100 * fraction) for block, role, fraction in placed]
@@ -525,13 +515,11 @@ def _block(layer: LayerReport) -> str:
     return place_of(layer.name)[0]
 
 
-def _steps_of(layers: Iterable[LayerReport]) -> list[str]:
-    """The names of the steps that left an error, in their order."""
-    return list(dict.fromkeys(step.step for layer in layers for step in layer.steps if step.error is not None))
-
-
-def _error_after(layer: LayerReport, step: str) -> float | None:
-    return next((entry.error for entry in layer.steps if entry.step == step), None)
+def _errors_by_step(layers: Sequence[LayerReport]) -> dict[str, list[float | None]]:
+    """Step that left an error, in their order -> the error of each layer after it."""
+    errors = [{step.step: step.error for step in reversed(layer.steps)} for layer in layers]
+    steps = dict.fromkeys(step.step for layer in layers for step in layer.steps if step.error is not None)
+    return {step: [of_layer.get(step) for of_layer in errors] for step in steps}
 
 
 def _last(layer: LayerReport) -> float | None:
@@ -548,14 +536,14 @@ def _spent(report: Report) -> list[Point]:
     return [*spent, *(("reconstruct", place_of(block.name)[0], block.seconds) for block in report.blocks)]
 
 
-def _by_role(layers: Sequence[LayerReport], value: Callable[[LayerReport], float | None]) -> list[Point]:
-    """The values of layers, a line for each role; rare roles are one line, where there are many."""
+def _by_role(layers: Sequence[LayerReport], values: Sequence[float | None]) -> list[Point]:
+    """The ``values`` of layers, a line for each role; rare roles are one line, where there are many."""
     positions = [place_of(layer.name) for layer in layers]
     counts = Counter(role for _, role in positions)
     shown = {role for role, _ in counts.most_common(ROLES - 1 if len(counts) > ROLES else ROLES)}
     return [
-        (role if role in shown else "others", block, value(layer))
-        for layer, (block, role) in zip(layers, positions, strict=True)
+        (role if role in shown else "others", block, value)
+        for value, (block, role) in zip(values, positions, strict=True)
     ]
 
 

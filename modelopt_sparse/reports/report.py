@@ -212,7 +212,17 @@ class Report(Printed):
             columns = [Column("error, as is -> refit" if refit else "error, as is", errors, "range")]
             heading = "experts off" if "experts" in shrunk.kept else "channels off"
             yield rows_of(heading, list(shrunk.errors), columns, all_rows=all_rows) if errors else ""
-        yield rows_of("layer", names, _columns(self.layers), reasons, all_rows=all_rows) if names else ""
+        if layers := self.layers:
+            columns = [
+                Column("recipe", [layer.recipe for layer in layers]),
+                Column("pattern", [layer.pattern for layer in layers], "levels"),
+                Column("zeros", [f"{layer.zeros / layer.size:.2%}" for layer in layers], "range"),
+                Column("error", [steps_text(*layer.errors) for layer in layers], "range"),
+                Column("error from", [ERROR_FROM[layer.error_from][0] if layer.errors else "" for layer in layers]),
+                Column("seconds", [f"{layer.seconds:.2f}" for layer in layers], "range", shared=False),
+                Column("notes", ["; ".join(layer.notes) for layer in layers], "range", below=True),
+            ]
+            yield rows_of("layer", names, columns, reasons, all_rows=all_rows)
         if self.blocks:
             errors = [steps_text(block.error_before, block.error_after) for block in self.blocks]
             columns = [
@@ -266,19 +276,6 @@ class Report(Printed):
         parts.append(" and ".join(spent))
         recipes = counted(f"{layer.recipe} {layer.pattern}" for layer in self.layers)
         return f"{', '.join(parts)}{': ' if recipes else ''}{recipes}."
-
-
-def _columns(layers: Sequence[LayerReport]) -> list[Column]:
-    """The columns of the printed report, after the name."""
-    return [
-        Column("recipe", [layer.recipe for layer in layers]),
-        Column("pattern", [layer.pattern for layer in layers], "levels"),
-        Column("zeros", [f"{layer.zeros / layer.size:.2%}" for layer in layers], "range"),
-        Column("error", [steps_text(*layer.errors) for layer in layers], "range"),
-        Column("error from", [ERROR_FROM[layer.error_from][0] if layer.errors else "" for layer in layers]),
-        Column("seconds", [f"{layer.seconds:.2f}" for layer in layers], "range", shared=False),
-        Column("notes", ["; ".join(layer.notes) for layer in layers], "range", below=True),
-    ]
 
 
 # reports of models ----------------------------------------------------------------------------------------------------

@@ -161,7 +161,6 @@ class SpeedReport(Printed):
 
     def text(self, *, all_rows: bool = False) -> str:
         """What ``print`` shows: every layer has a line of its own."""
-        del all_rows
         shown = [layer for layer in self.layers if layer.runs != DENSE or layer.timings]
         counts = sorted({timing.tokens for layer in shown for timing in layer.timings})
         heads = ("layer", "shape", "runs", "MiB", *(f"us at {count}" for count in counts), "notes")

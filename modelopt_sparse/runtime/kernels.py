@@ -398,7 +398,6 @@ class SemiStructuredLinear(PackedLayer):
     def _load_from_state_dict(
         self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
     ) -> None:
-        del state_dict, local_metadata, strict, missing_keys, unexpected_keys
         error_msgs.append(f"{prefix}weight is packed 2:4: call modelopt_sparse.to_dense before loading into it")
 
 

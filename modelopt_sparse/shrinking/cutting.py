@@ -44,7 +44,7 @@ class Choice:
     values: of the layer that takes the channels, or of the experts' last matrices, for those that stay, shaped like the
       parameter; None: those that they have.
     errors: of the output as it is then, and with these values.
-    tokens: how many each expert got. gates_gone: the fraction of all gates that lay on the experts that go.
+    tokens: how many each expert got.
     """
 
     group: ChannelGroup | ExpertGroup
@@ -53,7 +53,6 @@ class Choice:
     values: Tensor | None = None
     errors: tuple[float, ...] = ()
     tokens: Tensor | None = None
-    gates_gone: float = 0.0
 
     def with_zeros(self) -> Tensor:
         """The layer's values, with zeros for the channels that go."""
@@ -201,7 +200,8 @@ class Cutting:
                 with self.in_calls(model):
                     narrow = first_output(data)
             else:
-                small = self.cut_clone(model)
+                small = clone(model)
+                self.everything(small)
                 run = replace(data.run, model=small, plan=plan_for(small, Magnitude(), data.run.config))
                 narrow = first_output(replace(data, run=run))
             zeros = called_with({choice.group.consumer: choice.with_zeros for choice in self.chosen})
@@ -230,23 +230,17 @@ class Cutting:
         for parameter_name, better in new.items():
             block.get_parameter(parameter_name).data.copy_(better)
 
-    def everything(self, model: Any, *, values: bool = True) -> None:
+    def everything(self, model: Any) -> None:
         """Cut what is not cut yet, which needs no data, and write the config."""
         dense, twin = clone(self.dense), self.sizes.narrow(model, self.stay)
         for name in sorted(self.choices):
-            self.block(model.get_submodule(name), name, values=values)
+            self.block(model.get_submodule(name), name)
         if self.sizes.depth is not None and self.stay is not None:
             for whole in (model, dense):
                 self.sizes.depth.drop(whole, self.stay)
         resize_module(model, dense, twin, {})
         for name in self.sizes.experts:
             write_aliases(model.config, name)
-
-    def cut_clone(self, model: Any) -> Any:
-        """A smaller model beside this one, with the values that it has."""
-        small = clone(model)
-        self.everything(small, values=False)
-        return small
 
 
 # what is tried --------------------------------------------------------------------------------------------------------

@@ -26,20 +26,19 @@ from modelopt_sparse.shrinking.sizes import ShrinkRequest
 
 @dataclass
 class ExpertSums:
-    """Sums over the real tokens of a mixture, with the gates that the model applies, in float64.
+    """Sums over the real tokens of a mixture, in float64.
 
-    tokens, gates, gated_norms: ``[E]``, of each expert over the tokens that are routed to it: how many, and the sums of
-      its gate g, and of g times the norm of what it puts out f. Where gates scale what experts get (Llama 4), f is what
-      comes of it, and is not multiplied by g again.
+    tokens, gated_norms: ``[E]``, of each expert over the tokens that are routed to it: how many, and the sum of the
+      gate that the model applies times the norm of what the expert puts out. Where gates scale what experts get (Llama
+      4), that is what comes of it, and is not multiplied by the gate again.
     """
 
     tokens: Tensor
-    gates: Tensor
     gated_norms: Tensor
 
     @classmethod
     def of(cls, experts: int) -> "ExpertSums":
-        return cls(*torch.zeros(3, experts, device="cpu").double())
+        return cls(*torch.zeros(2, experts, device="cpu").double())
 
     def add(self, outputs_TkR: Tensor, index_Tk: Tensor, gates_Tk: Tensor, *, inside: bool = False) -> None:
         """Add some tokens; ``inside``: gates have scaled what the experts get. An index of E or more: an expert without
@@ -48,11 +47,8 @@ class ExpertSums:
         index = index_Tk.where(known_Tk, 0).cpu()
         counted_Tk = known_Tk.double()
         factors_Tk = counted_Tk if inside else gates_Tk * counted_Tk
-        for total, values in (
-            (self.tokens, counted_Tk),
-            (self.gates, gates_Tk * counted_Tk),
-            (self.gated_norms, outputs_TkR.norm(dim=-1) * factors_Tk),
-        ):
+        gated_norms_Tk = outputs_TkR.norm(dim=-1) * factors_Tk
+        for total, values in ((self.tokens, counted_Tk), (self.gated_norms, gated_norms_Tk)):
             total.index_add_(0, index.flatten(), values.double().flatten().cpu())
 
     def scores(self, criterion: str) -> Tensor:
@@ -73,8 +69,7 @@ class ExpertSums:
             stay = (stay + torch.arange(groups, device="cpu")[:, None] * (len(scores) // groups)).flatten()
         else:
             stay, scores = torch.tensor(list(fixed), device="cpu"), torch.zeros(0, device="cpu")
-        gates_gone = 1 - float(self.gates[stay].sum() / self.gates.sum().clamp_min(1e-300))
-        return Choice(mixture, stay, scores, None, (), self.tokens, gates_gone)
+        return Choice(mixture, stay, scores, tokens=self.tokens)
 
 
 def experts(

@@ -6,7 +6,6 @@ that stay, B batch, S sequence.
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -77,9 +76,7 @@ def blocks(judge: Judge, depth: BlockCount, gone: int, run: Run, shrunk: Shrunk)
             for index in stay:
                 bar.update()
                 rest = [i for i in stay if i != index]
-                try:
-                    depth.check(rest, model)
-                except ValueError:
+                if depth.misfit(rest, model):
                     continue
                 with skipped(model, [name for i, name in enumerate(depth.blocks) if i not in rest]):
                     divergences[index] = judge.kl(numbers)
@@ -113,8 +110,7 @@ def blocks_by_influence(
     stay = list(range(len(depth.blocks)))
     for index in sorted(influences, key=influences.__getitem__):
         rest = [i for i in stay if i != index]
-        with suppress(ValueError):
-            depth.check(rest, model)
+        if not depth.misfit(rest, model):
             stay = rest
         if len(stay) == len(depth.blocks) - gone:
             return stay

@@ -412,12 +412,9 @@ class BlockCount:
         count, reasons = len(self.blocks), []
         for end in range(count, gone - 1, -1):
             stay = [index for index in range(count) if not end - gone <= index < end]
-            try:
-                self.check(stay, model)
-            except ValueError as error:
-                reasons.append(str(error))
-            else:
+            if not (reason := self.misfit(stay, model)):
                 return stay
+            reasons.append(reason)
         raise ValueError("; ".join(dict.fromkeys(reasons)))
 
     def changes(self, stay: Sequence[int], config: PreTrainedConfig) -> Changes:
@@ -437,15 +434,18 @@ class BlockCount:
                 changes |= {full_name(path, name): None for name in ("_out_features", "_out_indices")}
         return changes
 
-    def check(self, stay: Sequence[int], model: PreTrainedModel) -> None:
-        """Raise ValueError if the model without the other blocks is not built as its twin is."""
-        twin, left = twin_of(model, self.changes(stay, model.config)), clone(model)
-        self.drop(left, stay)
-        kinds, twin_kinds = ({name: type(part) for name, part in m.named_modules()} for m in (left, twin))
-        if different := sorted(name for name, _ in kinds.items() ^ twin_kinds.items()):
-            raise ValueError(f"{different[0]!r} would be of another kind at its new place")
-        if sizes := spans(left, twin):
-            raise ValueError(f"{sizes[0].name!r} would have another size")
+    def misfit(self, stay: Sequence[int], model: PreTrainedModel) -> str:
+        """Why the model without the other blocks is not built as its twin is, or "" if it is."""
+        try:
+            twin, left = twin_of(model, self.changes(stay, model.config)), clone(model)
+            self.drop(left, stay)
+            kinds, twin_kinds = ({name: type(part) for name, part in m.named_modules()} for m in (left, twin))
+            if different := sorted(name for name, _ in kinds.items() ^ twin_kinds.items()):
+                return f"{different[0]!r} would be of another kind at its new place"
+            sizes = spans(left, twin)
+        except ValueError as error:
+            return str(error)
+        return f"{sizes[0].name!r} would have another size" if sizes else ""
 
     def drop(self, model: nn.Module, stay: Sequence[int]) -> None:
         """Take the other blocks out of a model."""

@@ -8,7 +8,6 @@ import copy
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
-from statistics import fmean
 from typing import Any
 
 from torch import nn
@@ -212,9 +211,6 @@ def _measure(cutting: Cutting, judge: Judge, request: ShrinkRequest, run: Run, s
     """Note what stays of channels or experts, and the divergence that it costs."""
     for choice in cutting.chosen:
         _note(choice, shrunk, run.report)
-    if cutting.sizes.experts and cutting.chosen:
-        gone = fmean(choice.gates_gone for choice in cutting.chosen)
-        run.report.notes.append(f"{gone:.1%} of all gates lay on the experts that go")
     for step in ("as is", "refit") if cutting.choices and request.refit else ("as is",):
         with cutting.in_calls(run.model, values=step == "refit"):
             judge.measure(step, shrunk)

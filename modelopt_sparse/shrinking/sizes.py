@@ -258,8 +258,8 @@ def _blocks(model: PreTrainedModel, stacks: Sequence[Stack], blocks: Any) -> dic
         raise ValueError(f"blocks={blocks!r}: give how many of the {count} blocks go, or name some, each once, from 0")
     depth = BlockCount.find(model, stacks[0])
     stay = [index for index in range(count) if index not in gone]
-    if named:
-        depth.check(stay, model)
+    if named and (problem := depth.misfit(stay, model)):
+        raise ValueError(problem)
     return {"depth": depth, "stay": stay if named else depth.any_without(len(gone), model), "named": named}
 
 

@@ -173,13 +173,9 @@ def _options_of(cls: type[SparsityAlgorithm]) -> set[str]:
     return names - {"self", "options", "args", "kwargs"}
 
 
-def _classes() -> dict[str, type[SparsityAlgorithm]]:
-    """All algorithms that there are, by name in lower case."""
-    known: dict[str, type[SparsityAlgorithm]] = {}
-    waiting: list[type[SparsityAlgorithm]] = [SparsityAlgorithm]
-    while waiting:
-        cls = waiting.pop()
-        waiting += cls.__subclasses__()
-        if not inspect.isabstract(cls):
-            known[cls.__name__.lower()] = cls
+def _classes(base: type[SparsityAlgorithm] = SparsityAlgorithm) -> dict[str, type[SparsityAlgorithm]]:
+    """All algorithms that inherit from ``base``, and itself, by name in lower case; of siblings the first counts."""
+    known = {} if inspect.isabstract(base) else {base.__name__.lower(): base}
+    for cls in reversed(base.__subclasses__()):
+        known |= _classes(cls)
     return known

@@ -6,7 +6,7 @@ That takes hardware that skips them: on CPUs and GPUs the products of a sparse m
 import math
 import re
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,13 +101,11 @@ def cost(model: nn.Module, *args: Any, dense_every: int | None = None, **kwargs:
 @contextmanager
 def counting(model: nn.Module, weights: Iterable[SparseParameter]) -> Iterator["Products"]:
     """The products of the model's calls within. Not in use is an operator of torch that holds all those of a block."""
-    fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        with calibrating(model), Products(weights) as products:
-            yield products
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
+    mha = torch.backends.mha
+    with ExitStack() as contexts, calibrating(model), Products(weights) as products:
+        contexts.callback(mha.set_fastpath_enabled, mha.get_fastpath_enabled())
+        mha.set_fastpath_enabled(False)
+        yield products
 
 
 class Products(TorchDispatchMode):

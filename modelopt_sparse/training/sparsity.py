@@ -168,10 +168,7 @@ class Sparsity(ABC):
         self._hooks.append(optimizer.register_step_post_hook(self._after_step))
         watched = [x.parameter for x in trained if isinstance(x.parameter, MaskedParameter)]
         for parameter in [x for x in watched if x.requires_grad][:1]:  # one is enough
-            reminder = StepReminder(parameter, optimizer, self)
-            self._hooks.append(parameter.register_hook(reminder))
-            wait = torch.compiler.disable(reminder.wait)
-            self._hooks.append(optimizer.register_step_post_hook(wait))  # type: ignore[arg-type]  # torch types no result
+            self._hooks.append(parameter.register_hook(StepReminder(parameter, optimizer, self)))
         self._let_gradients_through()
 
     def release(self) -> None:
@@ -394,22 +391,21 @@ class StepReminder:
 
     def __init__(self, parameter: nn.Parameter, optimizer: torch.optim.Optimizer, sparsity: Sparsity) -> None:
         self.parameter, self.optimizer, self.sparsity = parameter, optimizer, sparsity
-        self.wait()
-
-    def wait(self, *_: Any) -> None:
-        """The optimizer has made a step, and others are to come if masks still move."""
-        weights = self.sparsity.sparse_params.values()
-        moves = any(self.sparsity.step < weight.algorithm.when.last for weight in weights)
-        self.version = self.parameter._version  # when it was seen last
-        self.left = 3 * moves  # at which change it warns: loads and perturbations may change it as well
+        self.seen: tuple[int | None, int] = (None, 0)  # steps of the optimizer, and the version, at the last backward
 
     def __call__(self, _: Tensor) -> None:
-        before, self.version = self.version, self.parameter._version
-        self.left -= before != self.version
-        if before != self.version and self.left == 0:
-            owner = f"the {type(self.optimizer).__name__} that has this {type(self.sparsity).__name__}"
-            problem = f"masks do not move: weights change without steps of {owner}"
-            warnings.warn(f"{problem}: release(), then apply it to the optimizer whose step is called", stacklevel=2)
+        before, self.seen = self.seen, (self.sparsity._steps.get(self.optimizer), self.parameter._version)
+        if before[0] != self.seen[0]:  # it has made a step, and others are to come if masks still move
+            weights = self.sparsity.sparse_params.values()
+            moves = any(self.sparsity.step < weight.algorithm.when.last for weight in weights)
+            self.left = 3 * moves  # at which change it warns: loads and perturbations may change it as well
+        elif before != self.seen:
+            self.left -= 1
+            if self.left == 0:
+                owner = f"the {type(self.optimizer).__name__} that has this {type(self.sparsity).__name__}"
+                problem = f"masks do not move: weights change without steps of {owner}"
+                advice = "release(), then apply it to the optimizer whose step is called"
+                warnings.warn(f"{problem}: {advice}", stacklevel=2)
 
 
 @torch.no_grad()

@@ -15,13 +15,13 @@ import math
 import sys
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from modelopt_sparse.checks import check_whole, is_number, is_whole, shown
+from modelopt_sparse.checks import check_options, is_number, is_whole, shown
 from modelopt_sparse.methods.patterns import NM, count_zeros, keep_largest
 from modelopt_sparse.reports.text import nearest
 
@@ -190,14 +190,11 @@ class EveryFew(_Updates):
     """Updates at the steps ``start <= t < stop`` where ``(t - start) % freq == 0``."""
 
     freq: int = 1
-    start: int = 0
-    stop: int | None = None
+    start: int = field(default=0, metadata={"least": 0})
+    stop: int | None = field(default=None, metadata={"least": 0})
 
     def __post_init__(self) -> None:
-        check_whole("update: freq", self.freq)
-        check_whole("update: start", self.start, 0)
-        if self.stop is not None:
-            check_whole("update: stop", self.stop, 0)
+        check_options(self, "update: ")
 
     @property
     def steps(self) -> range:
