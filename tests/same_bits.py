@@ -14,6 +14,7 @@ Both sides have one thread. Both set torch's precision of float32 products, so t
 """
 
 import argparse
+import copy
 import hashlib
 import inspect
 import io
@@ -47,7 +48,7 @@ sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
 
 from tests.models import expert_models
 from tests.models.architectures import ARCHITECTURES, HEADS, WIDER, WIDTH, Architecture, pairs, sequences, texts
-from tests.models.stacked import Skipping, WritingFirst, vectors
+from tests.models.stacked import Skipping, Stacked, vectors
 from tests.models.tiny import tiny_yolos
 
 Result = dict[str, Any]
@@ -88,6 +89,12 @@ def qwen3_vl() -> nn.Module:
 def cnn() -> nn.Module:
     convolutions = (nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 32, 3, groups=4), nn.ReLU())
     return nn.Sequential(*convolutions, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(128, 16))
+
+
+def overwriting() -> nn.Module:
+    """Its blocks write to their inputs."""
+    layers = nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16)
+    return Stacked(block=lambda: nn.Sequential(nn.LeakyReLU(0.5, inplace=True), *copy.deepcopy(layers)))
 
 
 def seeded(seed: int = 1) -> torch.Generator:
@@ -153,7 +160,7 @@ MODELS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "cnn": (cnn, images),
     "no-stack": (layer, partial(sequences, "right")),
     "skipping": (Skipping, partial(vectors, 4)),
-    "overwriting": (WritingFirst, partial(vectors, 4)),
+    "overwriting": (overwriting, partial(vectors, 4)),
 }
 
 
