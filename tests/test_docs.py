@@ -450,16 +450,9 @@ def test_format_page_lists_every_key(tmp_path):
 
 
 def test_calibration_page_states_the_passes_of_every_mode():
-    """Runs of a block whose layers form four stages: for each batch, and nine before them: of a batch in the dense
-    run, and of two rows twice as a whole and twice in the rehearsal."""
-    batches = token_batches(count=3)
+    """They are counted in tests/calibration/test_cost.py, where a block has four stages."""
     stated = {row[0].split()[0].strip('`"'): row[2] for row in _table("docs/calibration.md", "mode")}
-    assert set(stated) == {"block", "stage", "none"}
-    for mode, passes in stated.items():
-        model, runs = tiny_llama(num_hidden_layers=3), []
-        model.model.layers[1].mlp.register_forward_pre_hook(lambda *_, runs=runs: runs.append(1))
-        mts.sparsify(model, "wanda", data_loader=batches, sequential=mode, progress=False)
-        assert len(runs) == 9 + (4 + 1 if passes.startswith("L + 1") else int(passes)) * len(batches), mode
+    assert {mode: passes[:5] for mode, passes in stated.items()} == {"block": "2", "stage": "L + 1", "none": "1"}
 
 
 def test_maps_of_the_package_name_every_folder_and_lead_to_files():

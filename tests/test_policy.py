@@ -319,12 +319,6 @@ def test_every_room_has_its_floor():
     assert rooms - {"__init__", "__main__"} == set(FLOOR)
 
 
-def test_reports_see_no_plan_no_option_and_no_data():
-    for path in sorted((PACKAGE / "reports").glob("*.py")):
-        for name in imports(path):
-            assert not within(name, *(f"modelopt_sparse.{room}" for room in ("plan", "calibration", "solving"))), name
-
-
 # the straight line --------------------------------------------------------------------------------------------------
 
 WAY = ("sparsify", "prune", "sparsify_block", "solve_layers", "solve_layer", "solve_piece", "solve")  # then the mask

@@ -377,6 +377,7 @@ def kept(name: str, count: int) -> dict[str, Any]:
 
 
 NOT_CUT = "is missing, or is not cut: name the layers that are"
+TOO_FEW = "num_local_experts=1 leaves 1 experts for a token, which takes 2: keep more"
 
 
 @pytest.mark.parametrize(
@@ -388,11 +389,8 @@ NOT_CUT = "is missing, or is not cut: name the layers that are"
         ({"experts": 0.1}, "experts=0.1 takes 0 of 4 experts away"),
         ({"experts": 1, "protect": {"*": [0]}}, "give kept=, the experts that stay"),
         ({"experts": 4}, "experts=4 takes 4 of 4 experts away"),
-        ({"experts": 3}, "num_local_experts=1 leaves 1 experts for a token, which takes 2: keep more"),
-        (
-            {"to": {"num_local_experts": 1}},
-            "num_local_experts=1 leaves 1 experts for a token, which takes 2: keep more",
-        ),
+        ({"experts": 3}, TOO_FEW),
+        ({"to": {"num_local_experts": 1}}, TOO_FEW),
         ({"experts": "x"}, "experts='x': give what goes, as a share"),
         ({"experts": 1, "mlp": 0.5}, "shrink takes blocks= with mlp= or experts=, or to="),
         ({"experts": 1, "criterion": "gram"}, "criterion"),

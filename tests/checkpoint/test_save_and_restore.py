@@ -19,7 +19,6 @@ from tests.helpers import (
     plain_from_pretrained,
     state_of,
     tiny_llama,
-    token_batches,
 )
 from tests.models.tiny import tiny_mixtral
 
@@ -43,17 +42,6 @@ def test_restore_brings_back_every_tensor_tie_class_and_the_report(saved, name):
     found, made = mts.report(model).as_dict(), mts.report(saved(name)).as_dict()
     assert found == made
     assert len(found["layers"]) == PRUNED[name]
-
-
-def test_the_report_of_several_runs_is_saved_whole(tmp_path):
-    model = sparse("llama", include="*mlp*")
-    mts.sparsify(model, "wanda", include="*self_attn*", data_loader=token_batches())
-    mts.save(model, tmp_path / "out")
-    made = mts.report(model).as_dict()
-    assert made["earlier"][0]["layers"]
-    assert made["calibration"]["sha256"]
-    assert mts.report(tmp_path / "out").as_dict() == made
-    assert mts.report(mts.load(tmp_path / "out")).as_dict() == made
 
 
 def test_masks_set_by_hand_are_saved_without_a_report(tmp_path):

@@ -47,18 +47,11 @@ LIMIT = 240.0  # seconds for each group; about 40 on a quiet machine
 Found = dict[str, Any]
 
 
-def llama() -> nn.Module:
-    return tiny_llama()
-
-
-def mixtral() -> nn.Module:
-    return expert_models.MODELS["mixtral"]()
-
-
 BATCHES = {"llama": token_batches(6), "mixtral": token_batches(6, vocab=expert_models.VOCAB)}
 BATCHES["phi3"] = token_batches(6, vocab=VOCAB)
 HELD_OUT = {name: torch.cat(token_batches(4, vocab=53, seed=7)) for name in BATCHES}
-MODELS: dict[str, Callable[[], nn.Module]] = {"llama": llama, "mixtral": mixtral, "phi3": ARCHITECTURES["phi3"].build}
+MIXTRAL, PHI3 = expert_models.MODELS["mixtral"], ARCHITECTURES["phi3"].build
+MODELS: dict[str, Callable[[], nn.Module]] = {"llama": tiny_llama, "mixtral": MIXTRAL, "phi3": PHI3}
 
 
 def rank() -> int:
@@ -105,7 +98,7 @@ class Failing(Magnitude):
 
     def __init__(self, *, where: int | None, then: Callable[[], object] = too_hard) -> None:
         self.where, self.then = where, then
-        self.weights = [*llama().get_submodule("model.layers.1").parameters()]
+        self.weights = [*tiny_llama().get_submodule("model.layers.1").parameters()]
 
     def solve(self, weight, state, pattern, options):
         if rank() == self.where and any(torch.equal(weight, of_second) for of_second in self.weights):
@@ -281,7 +274,7 @@ def saved(folder: Path) -> Found:
     model = mts.sparsify(nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 8)), "magnitude", include="*", progress=False)
     for _ in range(4):  # the first time it is a new folder
         mts.save(model, folder / f"saved-{size()}", overwrite=True)
-    sparse_llama = mts.sparsify(llama(), "magnitude", progress=False)
+    sparse_llama = mts.sparsify(tiny_llama(), "magnitude", progress=False)
     return {"error": error_of(lambda: mts.save(sparse_llama, folder / f"llama-{size()}"))}
 
 
@@ -403,7 +396,7 @@ def smaller(folder: Path) -> Found:
             found[name]["streamed"] = state(mts.load(target))
     criterion = "gram" if rank() == 0 else "norm"
     unlike = {"data_loader": BATCHES["llama"], "progress": False, "criterion": criterion}
-    found["unlike"] = error_of(lambda: mts.shrink(llama(), mlp=24, **unlike))
+    found["unlike"] = error_of(lambda: mts.shrink(tiny_llama(), mlp=24, **unlike))
     return found
 
 
@@ -454,7 +447,7 @@ def error_of(run: Callable[[], Any]) -> str:
 def failing(model: nn.Module | None = None, method: Any = "wanda", **options: Any) -> Found:
     """What is raised, and whether the model is as it was; a call that works follows, or the processes have lost each
     other."""
-    model = llama() if model is None else model
+    model = tiny_llama() if model is None else model
     before = state(model)
     given = {"data_loader": BATCHES["llama"], "progress": False, **options}
     began = time.monotonic()
@@ -462,7 +455,7 @@ def failing(model: nn.Module | None = None, method: Any = "wanda", **options: An
     seconds = time.monotonic() - began
     masks = [name for name, _ in mts.named_masks(model)]
     same = all(torch.equal(value, before[name]) for name, value in state(model).items() if name in before)
-    mts.sparsify(llama(), "magnitude", progress=False)
+    mts.sparsify(tiny_llama(), "magnitude", progress=False)
     return {"error": text, "masks": masks, "same": same and not masks, "seconds": seconds, "state": state(model)}
 
 
@@ -471,7 +464,7 @@ ALSO_OF_FOUR = ("weights", "batch", "solve")
 
 def failures() -> Found:
     other = rank() == 1
-    changed = llama()
+    changed = tiny_llama()
     with torch.no_grad():
         changed.get_parameter("model.layers.1.mlp.up_proj.weight")[3, 3] += 1e-6 if other else 0
     shuffled = BATCHES["llama"] if not other else BATCHES["llama"][::-1]
@@ -496,7 +489,7 @@ def failures() -> Found:
     found = {name: run() for name, run in cases.items() if size() == 2 or name in ALSO_OF_FOUR}
     if size() > 2:
         return found
-    shards = llama()
+    shards = tiny_llama()
     for layer in shards.get_submodule("model.layers").children():
         fully_shard(layer)
     fully_shard(shards)
@@ -525,7 +518,7 @@ def late() -> Found:
     """One process does not come in time."""
     distributed.TIMEOUT = timedelta(seconds=2)
     method = Failing(where=1, then=lambda: time.sleep(4))
-    return {"error": error_of(lambda: mts.sparsify(llama(), method, progress=False))}
+    return {"error": error_of(lambda: mts.sparsify(tiny_llama(), method, progress=False))}
 
 
 def killed() -> Found:
@@ -534,7 +527,7 @@ def killed() -> Found:
 
 def lost(method: Any) -> Found:
     """What is raised in the processes that are left, and when."""
-    model, said = llama(), "nothing was raised"
+    model, said = tiny_llama(), "nothing was raised"
     began = time.monotonic()
     try:
         mts.sparsify(model, method, progress=False)

@@ -1,6 +1,5 @@
 """What several processes say and how work is dealt out, as far as one process shows it."""
 
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -15,19 +14,6 @@ from modelopt_sparse.plan.planner import make_plan
 from modelopt_sparse.solving.share import assign_owners
 from tests.helpers import calibrated_run, tiny_llama, token_batches
 from tests.models import expert_models
-
-
-def test_alone_everything_is_as_it_was():
-    tensor = torch.arange(3.0)
-    with suppress(KeyError), Processes.of(None) as processes:  # an error that nobody else hears
-        assert (processes.rank, processes.size) == (0, 1)
-        assert processes.all_gather("anything", 3) == [3]
-        processes.all_reduce("anything", [tensor])
-        processes.broadcast("anything", [tensor], [0])
-        processes.check_same({"a": 1}, "nothing can differ")
-        raise KeyError
-    processes.barrier()
-    assert tensor.tolist() == [0, 1, 2]
 
 
 def test_working_together_without_a_group_is_refused():

@@ -2,14 +2,11 @@
 
 import re
 from dataclasses import replace
-from fractions import Fraction
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
 
 from modelopt_sparse.methods.patterns import NM, Unstructured
 from modelopt_sparse.plan.options import Reconstruct, SparsifyConfig
@@ -64,22 +61,10 @@ def test_the_mapping_of_the_caller_is_left_as_it_is():
     assert given == before
 
 
-@pytest.mark.parametrize("key", ["include", "exclude"])
-def test_globs_are_one_string_or_several(key):
-    assert getattr(make({key: "*q_proj"}), key) == ("*q_proj",)
-    assert getattr(make({key: ["*q_proj", "*k_proj"]}), key) == ("*q_proj", "*k_proj")
-    assert getattr(make({key: None}), key) == {"include": None, "exclude": ()}[key]
-
-
 def test_text_of_the_models_own_needs_no_name_that_is_free(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "self").mkdir()
     assert make(data="self").writes_its_data
-
-
-@pytest.mark.parametrize("loader", [[1], (1,), iter([1]), DataLoader([1])], ids=lambda loader: type(loader).__name__)
-def test_any_iterable_is_a_data_loader(loader):
-    assert make(data_loader=loader).data_loader is loader
 
 
 def test_a_config_takes_values_as_sparsify_does():
@@ -109,34 +94,24 @@ ALONE = "collect_func turns batches of data_loader into inputs; give data_loader
 LOOP = "max_batches counts batches of data_loader or text; a forward_loop ends where it ends"
 REFUSED = [
     ({"pattern": "three of four"}, "pattern 'three of four' is not known: write '2:4'"),
-    ({"pattern": None}, "pattern None is not known"),
-    ({"pattern": Fraction(1, 2)}, r"pattern Fraction\(1, 2\) is not known"),
     ({"sequential": "blocks"}, "sequential='blocks': allowed are 'block', 'stage', 'none'"),
-    ({"sequential": None}, "sequential=None: allowed are 'block', 'stage', 'none'"),
     ({"max_batches": 0}, "max_batches=0: must be a positive whole number"),
-    ({"max_batches": True}, "max_batches=True: must be a positive whole number"),
     ({"num_samples": 12.5}, "num_samples=12.5: must be a positive whole number"),
     ({"seq_len": -1}, "seq_len=-1: must be a positive whole number"),
     ({"batch_size": "8"}, "batch_size='8': must be a positive whole number"),
     ({"seed": "zero"}, "seed='zero': must be a whole number"),
-    ({"seed": True}, "seed=True: must be a whole number"),
     ({"polish": 0.5}, "polish=0.5: must be a whole number of at least 0"),
-    ({"polish": "yes"}, "polish='yes': must be a whole number of at least 0"),
     ({"hardware_only": 1}, "hardware_only=1: must be True or False"),
     ({"count_padding": "yes"}, "count_padding='yes': must be True or False"),
     ({"autocast": "int8"}, "autocast='int8': allowed are 'bfloat16', 'float16', None"),
-    ({"autocast": True}, "autocast=True: allowed are"),
     ({"enforce": "false"}, "enforce='false': must be True or False"),
-    ({"enforce": None}, "enforce=None: must be True or False"),
     ({"progress": "off"}, "progress='off': must be True or False"),
     ({"device": "gpu"}, "device 'gpu' is not known: .*cuda"),
     ({"data_loader": [], **TEXT}, "data_loader and data are given: calibration takes one source of data, keep one"),
     ({"data_loader": [], "forward_loop": print}, "data_loader and forward_loop are given"),
     ({"data": ["text"]}, "data is text and needs tokenizer=, for example AutoTokenizer.from_pretrained"),
-    ({"data": Path("corpus.txt")}, "data is text and needs tokenizer="),
     ({"max_batches": 2, "forward_loop": print}, LOOP),
     ({"collect_func": len}, ALONE),
-    ({"collect_func": len, "forward_loop": print}, ALONE),
     ({"data_loader": 5}, "data_loader is a int: give an iterable of batches"),
     ({"data_loader": {"input_ids": torch.ones(2, 8)}}, "data_loader is a dict: give an iterable of batches"),
     ({"forward_loop": "loop"}, "forward_loop is a str: it must be callable"),

@@ -170,7 +170,6 @@ PLACES = "breaks pattern 2:4 in .* places: give its own, or 0.5 for any"
 
 MISFITS = [
     (lambda m, n: {**m, n: m[n].float()}, {}, r"masks\['.*'\] must be a torch.bool tensor"),
-    (lambda m, n: {**m, n: None}, {}, "must be a torch.bool tensor"),
     (lambda m, n: {**m, n: m[n].to("meta")}, {}, r"masks\['.*'\] must be a torch.bool tensor"),
     (lambda m, n: {**m, n: m[n] & ~m[n]}, {"pattern": 0.5}, r"masks\['.*'\] keeps nothing"),
     (lambda m, n: {**m, n: m[n][:4]}, {}, "has shape .*: it must be \\["),

@@ -253,12 +253,6 @@ def test_what_is_printed_is_the_golden_text(name):
     assert len(printed.text(all_rows=True).splitlines()) > layers >= len(re.findall(r" x\d", str(printed)))
 
 
-def test_the_report_unfolds():
-    report = reported()
-    (table_of_layers,) = (part for part in report.text(all_rows=True).split("\n\n") if part.startswith("layer "))
-    assert [line.split()[0] for line in table_of_layers.splitlines()[2:]] == [layer.name for layer in report.layers]
-
-
 def test_a_paragraph_fits_and_breaks_no_name():
     text = paragraph("stays dense: " + ", ".join(f"model.layers.{i}.block_sparse_moe.gate" for i in range(9)))
     assert_fits(text)

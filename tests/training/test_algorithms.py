@@ -447,7 +447,6 @@ def test_nan_marks_pruned_places_and_inf_is_damage():
     [
         (lambda: training.Static(), "Static needs a level"),
         (lambda: training.Static(1.0), r"sparsity=1.0: must be a number in \[0, 1\)"),
-        (lambda: training.SET(-0.1), "sparsity=-0.1"),
         (lambda: training.GMP(training.Cubic(0.0, 90, 0, 4)), "sparsity=90: must be a number in"),
         (lambda: training.GMP(0.5), "GMP prunes by a schedule, not at one level .0.5.*use Static"),
         (lambda: training.Static([0.5, 0.6]), "Static keeps one level.*use GMP"),

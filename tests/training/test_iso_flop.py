@@ -164,7 +164,6 @@ def with_a_large_head():
     return hf.AutoModelForCausalLM.from_config(hf.LlamaConfig(vocab_size=4000, **sizes))
 
 
-NO_RULE = "rule is a function of the level: rule=lambda level: Static"
 ON_META = {"example": {"input_ids": torch.zeros(1, 8, dtype=torch.long)}}
 SEVENTHS = {"member": "doped", "rule": lambda level: training.Static(level, balance_out_groups=7)}
 
@@ -182,8 +181,7 @@ SEVENTHS = {"member": "doped", "rule": lambda level: training.Static(level, bala
         (tiny_llama, 0.5, {"member": "doped", "iso": "model"}, "are for 'wide'"),
         (tiny_llama, 0.5, {"member": "parallel", "activation": "ReLU"}, "activation='ReLU': give a class such as"),
         (tiny_llama, 0.5, SEVENTHS, "cannot be divided into 7 equal groups"),
-        (tiny_llama, 0.5, {"rule": training.Static(0.5)}, NO_RULE),
-        (tiny_llama, 0.5, {"rule": 0.5}, NO_RULE),
+        (tiny_llama, 0.5, {"rule": training.Static(0.5)}, "rule is a function of the level: rule=lambda level: Static"),
         (lambda: tiny_llama().to("meta"), 0.5, ON_META, r"run on the meta device.*leave example out"),
         (with_a_large_head, 0.9, {"iso": "model"}, "cost more than the model did"),
         (lambda: nn.Linear(4, 4), 0.5, {}, r"no model of transformers.*: give example="),

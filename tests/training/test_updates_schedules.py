@@ -39,8 +39,6 @@ def test_a_list_goes_by_the_number_of_updates_and_wraps_and_a_function_by_the_st
 
 NO_SCHEDULE = [
     ("0.5", "is no schedule; give a number"),
-    (True, "is no schedule"),
-    ([], "is no schedule; give a number, numbers"),
     ([0.5, "x"], "is no schedule; give a number, numbers"),
     ({"type": "cosin", "init": 1}, "is no schedule, did you mean 'cosine'.; give a number"),
     ({"init": 1, "half_period": 4}, "is no schedule; give .* one of constant, linear"),
