@@ -72,8 +72,8 @@ LEFT_OUT = (
 
 
 def load_calls(config: SparsifyConfig, model: nn.Module, notes: list[str]) -> list[Call]:
-    """The calls that data_loader or text stand for, on the CPU or wherever the user's tensors are; where something is
-    tuned, in steps. ``notes``: get what is left out of batches.
+    """The calls that data_loader or text stand for, on the CPU or wherever the user's tensors are; in steps where some
+    of them tune or choose. ``notes``: get what is left out of batches.
 
     Tensors are copied as soon as a batch is there: a loader may fill the same memory again. While the user holds the
     batches as well, they take twice the memory.
@@ -92,7 +92,7 @@ def load_calls(config: SparsifyConfig, model: nn.Module, notes: list[str]) -> li
     calls = [Call(*map_batch(_copied, (call.args, call.kwargs))) for call in as_calls]
     if not calls:
         raise ValueError("data_loader gives no batch, as a generator that is used up does: give a list or a DataLoader")
-    calls = in_steps(calls, None if config.holds_text else config.seed) if config.tunes else calls
+    calls = in_steps(calls, None if config.holds_text else config.seed) if config.in_steps else calls
     real = [call for call in calls if config.count_padding or not _is_padding(call, model)]
     if not real:
         raise ValueError("all tokens of the data are padding, as its masks say: give data with others")

@@ -184,7 +184,7 @@ class CalibrationData:
         written, processes = _self_written(calls, run), run.processes
         shared = run.config.split_data and processes.size > 1
         sha256 = digest_of([*written, *calls]) if shared else None
-        if shared and run.config.tunes:
+        if shared and run.config.in_steps:
             calls, written = split_steps(calls, processes.size), split_steps(written, processes.size, -len(written))
         calls = [*written, *calls]
         if shared:

@@ -587,10 +587,10 @@ class SparsifyConfig:
 
     def windows_per_batch(self, windows: int, seq_len: int, device: torch.device) -> int:
         """Windows of text in a batch: ``batch_size``, or without one about 2,048 tokens on the CPU, and 8 windows on
-        other devices. A run that tunes takes about 1,024 tokens and at least 32 batches: the last ones judge."""
+        other devices. A run in steps takes about 1,024 tokens and at least 32 batches: the last ones judge."""
         if self.batch_size is not None:
             return self.batch_size
-        if self.tunes:
+        if self.in_steps:
             return max(1, min(STEP_TOKENS // seq_len, windows // LEAST_STEPS))
         return default_batch_size(seq_len, device)
 
@@ -632,6 +632,11 @@ class SparsifyConfig:
     def tunes(self) -> bool:
         """Whether something is tuned on the calibration batches."""
         return self.reconstruct is not None or self.distill is not None
+
+    @property
+    def in_steps(self) -> bool:
+        """Whether batches are put into steps: something is tuned on some of them, or chosen by some of them."""
+        return self.tunes or self.permute or self.budget is not None
 
 
 def is_data_set(text: str) -> bool:

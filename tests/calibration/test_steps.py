@@ -105,6 +105,8 @@ OWN_TEXT = {"method": "wanda", "self_data": 50, "reconstruct": 1}
 RUNS = [
     (one_block, {"quality": "balanced"}),
     (one_block, DISTILLED),
+    (one_block, {"budget": "50% zeros"}),
+    (one_block, {"permute": True}),
     *((each, OWN_TEXT) for each in (one_block, tiny_bert)),
 ]
 
