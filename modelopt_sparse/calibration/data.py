@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from weakref import ref
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -75,8 +76,8 @@ def load_calls(config: SparsifyConfig, model: nn.Module, notes: list[str]) -> li
     """The calls that data_loader or text stand for, on the CPU or wherever the user's tensors are; in steps where some
     of them tune or choose. ``notes``: get what is left out of batches.
 
-    Tensors are copied as soon as a batch is there: a loader may fill the same memory again. While the user holds the
-    batches as well, they take twice the memory.
+    Tensors and arrays are copied as soon as a batch is there: a loader may fill the same memory again. While the user
+    holds the batches as well, they take twice the memory.
     """
     if config.processor is not None:
         batches: Iterable[Any] = _processed(config)
@@ -89,7 +90,7 @@ def load_calls(config: SparsifyConfig, model: nn.Module, notes: list[str]) -> li
             batches = map(batches.__getitem__, range(len(batches)))
     take = config.collect_func or (lambda batch: batch)
     as_calls = (_as_call(take(batch), config, model, notes) for batch in islice(batches, config.max_batches))
-    calls = [Call(*map_batch(_copied, (call.args, call.kwargs))) for call in as_calls]
+    calls = [Call(*map_batch(_copied, (call.args, call.kwargs), (Tensor, np.ndarray))) for call in as_calls]
     if not calls:
         raise ValueError("data_loader gives no batch, as a generator that is used up does: give a list or a DataLoader")
     calls = in_steps(calls, None if config.holds_text else config.seed) if config.in_steps else calls
@@ -185,7 +186,9 @@ def held_back(calls: Sequence[Call]) -> int:
     return sum(step in judges for step in steps)
 
 
-def _copied(x: Tensor) -> Tensor:
+def _copied(x: Any) -> Any:
+    if isinstance(x, np.ndarray):
+        return x.copy()
     if x.is_nested and x.layout == torch.strided:
         raise TypeError("a calibration batch holds a nested tensor that has no shape: make it with layout=torch.jagged")
     return x.detach().clone().requires_grad_(x.requires_grad)

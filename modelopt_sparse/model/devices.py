@@ -179,13 +179,13 @@ def dense_rows(x: Tensor) -> Tensor:
     return torch.view_as_real(torch.atleast_1d(x).resolve_conj()).flatten(-2) if x.is_complex() else x
 
 
-def map_batch(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """`map_tensors` of what a model is called with, also in objects, which are copied if they hold a tensor that
-    changes."""
+def map_batch(function: Callable[[Any], Any], value: Any, kinds: tuple[type, ...] = (Tensor,)) -> Any:
+    """`map_tensors` of what a model is called with, or of other ``kinds`` than tensors, also in objects, which are
+    copied if they hold one that changes."""
 
     def mapped(leaf: Any) -> Any:
-        inside = {id(x): x for _, x in parts_within([leaf]) if isinstance(x, (Tensor, nn.Module))}
-        new = {key: function(x) if isinstance(x, Tensor) else x for key, x in inside.items()}
+        inside = {id(x): x for _, x in parts_within([leaf]) if isinstance(x, (*kinds, nn.Module))}
+        new = {key: function(x) if isinstance(x, kinds) else x for key, x in inside.items()}
         return leaf if all(new[key] is x for key, x in inside.items()) else deepcopy(leaf, dict(new))
 
     return map_leaves(mapped, value)

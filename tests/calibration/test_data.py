@@ -161,10 +161,17 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", ["a tensor", "numpy", "collect_func", *[*KINDS][:4]])
+def of_array(x: Tensor) -> SimpleNamespace:
+    return SimpleNamespace(x=x.numpy())
+
+
+ARRAYS = {"an array": (Tensor.numpy, torch.tensor), "an array in an object": (of_array, lambda x: torch.tensor(x.x))}
+
+
+@pytest.mark.parametrize("kind", ["a tensor", "numpy", "collect_func", *ARRAYS, *[*KINDS][:4]])
 def test_a_batch_is_what_it_was_when_it_was_given(kind):
     """A loader may fill the same memory again for each batch."""
-    make, take = KINDS.get(kind, (lambda x: x, lambda x: x))
+    make, take = (KINDS | ARRAYS).get(kind, (lambda x: x, lambda x: x))
     buffer = torch.empty(9, 16)
     shared = torch.from_numpy(buffer.numpy()) if kind == "numpy" else buffer
     given = make(shared)

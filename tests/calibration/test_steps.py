@@ -106,7 +106,7 @@ RUNS = [
     (one_block, {"quality": "balanced"}),
     (one_block, DISTILLED),
     (one_block, {"budget": "50% zeros"}),
-    (one_block, {"permute": True}),
+    (tiny_llama, {"permute": True}),
     *((each, OWN_TEXT) for each in (one_block, tiny_bert)),
 ]
 
