@@ -156,14 +156,16 @@ def split_steps(calls: Sequence[Call], count: int, first: int = 0) -> list[Call]
 
 def split(call: Call, rows: int, first: int | None = None) -> list[Call]:
     """Split a batch into parts of ``rows`` rows, the ``first`` part of so many, if it is nothing but tokens, or images
-    with a number for each, and labels. Any other stays whole, for which of its tensors have a row for each sample is
-    not known. `row` of a part counts from the beginning of the batch."""
+    with a number for each, labels, and constants. Any other stays whole, for which of its tensors and lists have a row
+    for each sample is not known. `row` of a part counts from the beginning of the batch."""
+    values = [value for value in (*call.args, *call.kwargs.values()) if not isinstance(value, CONSTANTS)]
     named = [(name, x) for name, x in parts_within((call.args, call.kwargs)) if isinstance(x, Tensor)]
     tensors = [x for _, x in named]
     dims = [x.dim() for name, x in named if not x.is_floating_point() and not is_label(name, x)]
     images = [x for name, x in named if x.is_floating_point() and not is_label(name, x)]
     known = all(dim == 2 for dim in dims) if not images else all(dim == 1 for dim in dims)
     plain = all(x.layout == torch.strided and not x.is_nested for x in tensors) and len(images) < 2
+    plain &= all(isinstance(leaf, Tensor) for leaf in leaves_of(values))
     if not (plain and known and all(x.dim() > 3 for x in images)) or len({len(x) for x in tensors}) != 1:
         return [replace(call, row=0)]
     rows = max(1, rows)
