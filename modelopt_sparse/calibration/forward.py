@@ -65,7 +65,7 @@ def input_hooks(
 
     def on_layer(module: nn.Module, args: tuple, kwargs: dict) -> None:
         nonlocal inside
-        padding.refuse_other_thread(layers[module][0])
+        padding.refuse_unseen(layers[module][0])
         if inside:  # an adapter is running the module to see behind it
             return
         inside = True

@@ -104,6 +104,17 @@ def test_threads_that_run_at_once_are_refused():
     assert {layer.tokens for layer in mts.report(model).layers} == {2000 * sum(map(len, vectors(8)))}
 
 
+class Vectorized(Stacked):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.vmap(super().forward)(x)
+
+
+def test_blocks_inside_of_vmap_are_refused():
+    match = "layer '.*' runs inside of torch.func .*: calibrate a model that calls it plainly"
+    refused(mts.sparsify, Vectorized(), "wanda", match=match, data_loader=vectors())
+    refused(mts.sparsify, Vectorized(), "wanda", match=match, data_loader=vectors(), include="*", sequential="none")
+
+
 READS = {
     "linear": lambda x, w: F.linear(x, w),
     "transposed": lambda x, w: x @ w.T,
