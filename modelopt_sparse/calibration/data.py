@@ -90,7 +90,7 @@ def load_calls(config: SparsifyConfig, model: nn.Module, notes: list[str]) -> li
             batches = map(batches.__getitem__, range(len(batches)))
     take = config.collect_func or (lambda batch: batch)
     as_calls = (_as_call(take(batch), config, model, notes) for batch in islice(batches, config.max_batches))
-    calls = [Call(*map_batch(_copied, (call.args, call.kwargs), (Tensor, np.ndarray))) for call in as_calls]
+    calls = [Call(*copied(call.args, call.kwargs)) for call in as_calls]
     if not calls:
         raise ValueError("data_loader gives no batch, as a generator that is used up does: give a list or a DataLoader")
     calls = in_steps(calls, None if config.holds_text else config.seed) if config.in_steps else calls
@@ -186,6 +186,11 @@ def held_back(calls: Sequence[Call]) -> int:
     steps = [-1 - number if call.step is None else call.step for number, call in enumerate(calls)]
     judges = [*dict.fromkeys(steps)][-validation_count(len(set(steps))) :]
     return sum(step in judges for step in steps)
+
+
+def copied(args: tuple, kwargs: Mapping[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Arguments of a call that nobody else writes to."""
+    return map_batch(_copied, (args, kwargs), (Tensor, np.ndarray))
 
 
 def _copied(x: Any) -> Any:

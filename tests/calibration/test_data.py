@@ -183,6 +183,8 @@ def test_a_batch_is_what_it_was_when_it_was_given(kind):
     options = {"collect_func": fill} if kind == "collect_func" else {"collect_func": lambda batch: batch}
     batches = rows() if kind == "collect_func" else (fill(x) for x in rows())
     assert_same(of_dense(batches, take, **options), of_dense(rows()))
+    loop = {"forward_loop": lambda model: [model(*fill(x)) for x in rows()], "sequential": "none"}
+    assert_same(collected(Dense(take), ["blocks.0", "blocks.1"], **loop), of_dense(rows()))
 
 
 @pytest.mark.parametrize("kind", KINDS)
