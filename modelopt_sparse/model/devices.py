@@ -9,9 +9,9 @@ import functools
 import gc
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, contextmanager
-from copy import deepcopy
+from copy import copy, deepcopy
 from dataclasses import fields, is_dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -102,8 +102,8 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
 def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
     """``value`` with every leaf in nested tuples, lists and mappings replaced by ``function(leaf)``.
 
-    A torch.Size holds no tensors, although it is a tuple. A ModelOutput of transformers, known by its ``to_tuple``,
-    keeps its class.
+    A torch.Size holds no tensors, although it is a tuple. Mappings that can be written to keep their class: a
+    BatchEncoding, or a ModelOutput of transformers, which is known by its ``to_tuple``.
     """
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(map_leaves(function, entry) for entry in value))
@@ -111,7 +111,13 @@ def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
         return type(value)(map_leaves(function, entry) for entry in value)
     if isinstance(value, Mapping):
         mapped = {key: map_leaves(function, entry) for key, entry in value.items()}
-        return type(value)(**mapped) if hasattr(value, "to_tuple") else mapped
+        if type(value) is dict or not isinstance(value, MutableMapping):
+            return mapped
+        if hasattr(type(value), "to_tuple"):
+            return type(value)(**mapped)
+        new = copy(value)
+        new.update(mapped)
+        return new
     return function(value)
 
 

@@ -157,6 +157,7 @@ KINDS = {
     "a tuple": (lambda x: (1, (x, "y")), lambda batch: batch[1][0]),
     "a dataclass": (Record, lambda batch: batch.x),
     "an object": (lambda x: SimpleNamespace(x=x), lambda batch: batch.x),
+    "a BatchEncoding": (lambda x: BatchEncoding({"x": x}), lambda batch: batch.x),
     "objects in a list": (lambda x: [*map(Record, x)], lambda batch: torch.stack([each.x for each in batch])),
 }
 
@@ -168,7 +169,7 @@ def of_array(x: Tensor) -> SimpleNamespace:
 ARRAYS = {"an array": (Tensor.numpy, torch.tensor), "an array in an object": (of_array, lambda x: torch.tensor(x.x))}
 
 
-@pytest.mark.parametrize("kind", ["a tensor", "numpy", "collect_func", *ARRAYS, *[*KINDS][:4]])
+@pytest.mark.parametrize("kind", ["a tensor", "numpy", "collect_func", *ARRAYS, *[*KINDS][:5]])
 def test_a_batch_is_what_it_was_when_it_was_given(kind):
     """A loader may fill the same memory again for each batch."""
     make, take = (KINDS | ARRAYS).get(kind, (lambda x: x, lambda x: x))
