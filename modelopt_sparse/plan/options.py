@@ -90,13 +90,12 @@ def parse_rules(rules: Any) -> tuple[Rule, ...]:
     return tuple(_as_rule(rule) for rule in rules)
 
 
-def _as_rule(rule: Any, type_name: str | None = None) -> Rule:
-    if isinstance(rule, (tuple, list)) and len(rule) == 2:
-        glob, options = rule
-        rule = Rule(glob, options, type_name)
+def _as_rule(given: Any, type_name: str | None = None) -> Rule:
+    rule = Rule(*given, type_name) if isinstance(given, (tuple, list)) and len(given) == 2 else given
     if isinstance(rule, Rule) and isinstance(rule.glob, str) and isinstance(rule.options, Mapping | None):
         return rule
-    raise TypeError(f"rule {shown(rule)}: a rule is a glob of layer names with a mapping of options, or None (dense)")
+    form = "a glob of layer names with a mapping of options, or None (dense), such as {'*.q_proj': {'pattern': '2:4'}}"
+    raise TypeError(f"rule {shown(given)}: a rule is {form}")
 
 
 # ModelOpt -------------------------------------------------------------------------------------------------------------
