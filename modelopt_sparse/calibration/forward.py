@@ -65,6 +65,8 @@ def input_hooks(
 
     def on_layer(module: nn.Module, args: tuple, kwargs: dict) -> None:
         nonlocal inside
+        if module not in layers:  # it is in a copy of the model
+            return
         padding.refuse_unseen(layers[module][0])
         if inside:  # an adapter is running the module to see behind it
             return

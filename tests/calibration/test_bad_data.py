@@ -1,5 +1,6 @@
 """Calibration data that does not do, and layers that see none."""
 
+import copy
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -42,6 +43,7 @@ REFUSED = {
     "no batches": (tiny_llama, {"data_loader": []}, NO_BATCH),
     "used up": (tiny_llama, {"data_loader": iter(())}, NO_BATCH),
     "no call": (tiny_llama, {"forward_loop": id}, "forward_loop called no layer; it must run model"),
+    "a copy": (tiny_llama, {"forward_loop": lambda model: copy.deepcopy(model)(token_batches()[0])}, "called no layer"),
     # RuntimeError: no integers; IndexError: no such token; ValueError: neither input_ids nor inputs_embeds
     "floats": (tiny_llama, behind({"input_ids": torch.zeros(2, 8)}), NOT_TAKEN.format("\\[2, 8\\]")),
     "unknown tokens": (tiny_llama, behind({"input_ids": torch.full((2, 9), 999)}), NOT_TAKEN.format("\\[2, 9\\]")),
