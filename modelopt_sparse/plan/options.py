@@ -91,7 +91,10 @@ def parse_rules(rules: Any) -> tuple[Rule, ...]:
 
 
 def _as_rule(given: Any, type_name: str | None = None) -> Rule:
-    rule = Rule(*given, type_name) if isinstance(given, (tuple, list)) and len(given) == 2 else given
+    rule = given
+    if isinstance(given, (tuple, list)) and len(given) == 2:
+        glob, options = given
+        rule = Rule(glob, options, type_name)
     if isinstance(rule, Rule) and isinstance(rule.glob, str) and isinstance(rule.options, Mapping | None):
         return rule
     form = "a glob of layer names with a mapping of options, or None (dense), such as {'*.q_proj': {'pattern': '2:4'}}"
