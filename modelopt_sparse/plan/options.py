@@ -90,15 +90,15 @@ def parse_rules(rules: Any) -> tuple[Rule, ...]:
     return tuple(_as_rule(rule) for rule in rules)
 
 
-def _as_rule(given: Any, type_name: str | None = None) -> Rule:
-    rule = given
-    if isinstance(given, (tuple, list)) and len(given) == 2:
-        glob, options = given
+def _as_rule(pair: Any, type_name: str | None = None) -> Rule:
+    rule = pair
+    if isinstance(pair, (tuple, list)) and len(pair) == 2:
+        glob, options = pair
         rule = Rule(glob, options, type_name)
     if isinstance(rule, Rule) and isinstance(rule.glob, str) and isinstance(rule.options, Mapping | None):
         return rule
     form = "a glob of layer names with a mapping of options, or None (dense), such as {'*.q_proj': {'pattern': '2:4'}}"
-    raise TypeError(f"rule {shown(given)}: a rule is {form}")
+    raise TypeError(f"rule {shown(pair)}: a rule is {form}")
 
 
 # ModelOpt -------------------------------------------------------------------------------------------------------------
