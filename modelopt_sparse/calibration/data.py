@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from weakref import ref
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -72,11 +73,11 @@ LEFT_OUT = (
 
 
 def load_calls(config: SparsifyConfig, model: nn.Module, notes: list[str]) -> list[Call]:
-    """The calls that data_loader or text stand for, on the CPU or wherever the user's tensors are; where something is
-    tuned, in steps. ``notes``: get what is left out of batches.
+    """The calls that data_loader or text stand for, on the CPU or wherever the user's tensors are; in steps where some
+    of them tune or choose. ``notes``: get what is left out of batches.
 
-    Tensors are copied as soon as a batch is there: a loader may fill the same memory again. While the user holds the
-    batches as well, they take twice the memory.
+    Tensors and arrays are copied as soon as a batch is there: a loader may fill the same memory again. While the user
+    holds the batches as well, they take twice the memory.
     """
     if config.processor is not None:
         batches: Iterable[Any] = _processed(config)
@@ -89,10 +90,10 @@ def load_calls(config: SparsifyConfig, model: nn.Module, notes: list[str]) -> li
             batches = map(batches.__getitem__, range(len(batches)))
     take = config.collect_func or (lambda batch: batch)
     as_calls = (_as_call(take(batch), config, model, notes) for batch in islice(batches, config.max_batches))
-    calls = [Call(*map_batch(_copied, (call.args, call.kwargs))) for call in as_calls]
+    calls = [Call(*copied(call.args, call.kwargs)) for call in as_calls]
     if not calls:
         raise ValueError("data_loader gives no batch, as a generator that is used up does: give a list or a DataLoader")
-    calls = in_steps(calls, None if config.holds_text else config.seed) if config.tunes else calls
+    calls = in_steps(calls, None if config.holds_text else config.seed) if config.in_steps else calls
     real = [call for call in calls if config.count_padding or not _is_padding(call, model)]
     if not real:
         raise ValueError("all tokens of the data are padding, as its masks say: give data with others")
@@ -155,14 +156,16 @@ def split_steps(calls: Sequence[Call], count: int, first: int = 0) -> list[Call]
 
 def split(call: Call, rows: int, first: int | None = None) -> list[Call]:
     """Split a batch into parts of ``rows`` rows, the ``first`` part of so many, if it is nothing but tokens, or images
-    with a number for each, and labels. Any other stays whole, for which of its tensors have a row for each sample is
-    not known. `row` of a part counts from the beginning of the batch."""
+    with a number for each, labels, and constants. Any other stays whole, for which of its tensors and lists have a row
+    for each sample is not known. `row` of a part counts from the beginning of the batch."""
+    values = [value for value in (*call.args, *call.kwargs.values()) if not isinstance(value, CONSTANTS)]
     named = [(name, x) for name, x in parts_within((call.args, call.kwargs)) if isinstance(x, Tensor)]
     tensors = [x for _, x in named]
     dims = [x.dim() for name, x in named if not x.is_floating_point() and not is_label(name, x)]
     images = [x for name, x in named if x.is_floating_point() and not is_label(name, x)]
     known = all(dim == 2 for dim in dims) if not images else all(dim == 1 for dim in dims)
     plain = all(x.layout == torch.strided and not x.is_nested for x in tensors) and len(images) < 2
+    plain &= all(isinstance(leaf, Tensor) for leaf in leaves_of(values))
     if not (plain and known and all(x.dim() > 3 for x in images)) or len({len(x) for x in tensors}) != 1:
         return [replace(call, row=0)]
     rows = max(1, rows)
@@ -185,7 +188,14 @@ def held_back(calls: Sequence[Call]) -> int:
     return sum(step in judges for step in steps)
 
 
-def _copied(x: Tensor) -> Tensor:
+def copied(args: tuple, kwargs: Mapping[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Arguments of a call that nobody else writes to."""
+    return map_batch(_copied, (args, kwargs), (Tensor, np.ndarray))
+
+
+def _copied(x: Any) -> Any:
+    if isinstance(x, np.ndarray):
+        return x.copy()
     if x.is_nested and x.layout == torch.strided:
         raise TypeError("a calibration batch holds a nested tensor that has no shape: make it with layout=torch.jagged")
     return x.detach().clone().requires_grad_(x.requires_grad)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from modelopt_sparse.calibration.calls import AtBlock, Calls, Inputs, WholeModel
-from modelopt_sparse.calibration.data import Call, digest_of
+from modelopt_sparse.calibration.data import Call, copied, digest_of
 from modelopt_sparse.calibration.forward import CalibrationData, NumberedCall, forward_context, input_hooks, input_key
 from modelopt_sparse.calibration.padding import SIDES
 from modelopt_sparse.calibration.rerun import random_states, settings_of
@@ -37,7 +37,7 @@ from modelopt_sparse.calibration.trial import (
     watching,
 )
 from modelopt_sparse.checks import grouped
-from modelopt_sparse.model.devices import flat_tensors, map_batch, map_tensors, parts_within
+from modelopt_sparse.model.devices import flat_tensors, map_batch, parts_within
 from modelopt_sparse.model.experts import RoutedAdapter, experts_of
 from modelopt_sparse.model.find import Stack
 from modelopt_sparse.model.layers import IN_PROJ, Layer, TokenMasks
@@ -376,7 +376,7 @@ def _run_loop(dense: DenseRun) -> Tried:
     @torch.inference_mode(False)  # an inference tensor could not be saved for a backward pass through a block
     def keep(numbered: NumberedCall) -> None:
         args, kwargs = numbered.call.args, numbered.call.kwargs
-        call = Call(*map_tensors(lambda x: x.detach().clone(), (args, dict(kwargs))))
+        call = Call(*copied(args, kwargs))
         recorded = NumberedCall(numbered.number, call, numbered.masks, random_states())
         kind = kind_of(recorded), settings_of(modules)  # the loop may change these in between
         if len(kinds) <= MAX_KINDS and (kind not in kinds or len(kinds) == len(dense.calls) == 1):

@@ -65,7 +65,9 @@ def input_hooks(
 
     def on_layer(module: nn.Module, args: tuple, kwargs: dict) -> None:
         nonlocal inside
-        padding.refuse_other_thread(layers[module][0])
+        if module not in layers:  # it is in a copy of the model
+            return
+        padding.refuse_unseen(layers[module][0])
         if inside:  # an adapter is running the module to see behind it
             return
         inside = True
@@ -184,7 +186,7 @@ class CalibrationData:
         written, processes = _self_written(calls, run), run.processes
         shared = run.config.split_data and processes.size > 1
         sha256 = digest_of([*written, *calls]) if shared else None
-        if shared and run.config.tunes:
+        if shared and run.config.in_steps:
             calls, written = split_steps(calls, processes.size), split_steps(written, processes.size, -len(written))
         calls = [*written, *calls]
         if shared:

@@ -296,10 +296,14 @@ class PaddingOfInputs:
         """A call of the model begins, in this thread."""
         self.masks, self._thread = masks, get_ident()
 
-    def refuse_other_thread(self, layer: Layer) -> None:
-        """Raise PaddingError if a layer runs in another thread than the call that has begun."""
+    def refuse_unseen(self, layer: Layer) -> None:
+        """Raise PaddingError if a layer runs in another thread than the call that has begun, or has inputs without
+        values."""
         if self._thread not in (None, get_ident()):
             raise PaddingError(f"layer {layer.name!r} runs in another thread than its model: calibrate in one thread")
+        if torch._C._are_functorch_transforms_active():
+            problem = f"layer {layer.name!r} runs inside of torch.func (vmap, grad), which hides what it is given"
+            raise PaddingError(f"{problem}: calibrate a model that calls it plainly, or take method='magnitude'")
 
     def on_block(self, block: nn.Module, args: tuple, kwargs: dict) -> None:
         hidden, *others = (*args, *kwargs.values()) or (None,)

@@ -402,6 +402,8 @@ class Streamed(Storage):
         folder = self._work.scratch()
         with quiet():
             self.model.save_pretrained(folder, state_dict=dict(state), max_shard_size=ONE_FILE)
+        if not state:  # then transformers writes no file
+            save_file({}, folder / WEIGHTS)
         return pack_files(folder, [WEIGHTS], folder, self._work.path / masks)[0] if self._packed else folder / WEIGHTS
 
     def write_the_rest(self) -> None:

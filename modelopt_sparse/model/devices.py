@@ -9,9 +9,9 @@ import functools
 import gc
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, contextmanager
-from copy import deepcopy
+from copy import copy, deepcopy
 from dataclasses import fields, is_dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -102,8 +102,8 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
 def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
     """``value`` with every leaf in nested tuples, lists and mappings replaced by ``function(leaf)``.
 
-    A torch.Size holds no tensors, although it is a tuple. A ModelOutput of transformers, known by its ``to_tuple``,
-    keeps its class.
+    A torch.Size holds no tensors, although it is a tuple. Mappings that can be written to keep their class: a
+    BatchEncoding, or a ModelOutput of transformers, which is known by its ``to_tuple``.
     """
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(map_leaves(function, entry) for entry in value))
@@ -111,7 +111,13 @@ def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
         return type(value)(map_leaves(function, entry) for entry in value)
     if isinstance(value, Mapping):
         mapped = {key: map_leaves(function, entry) for key, entry in value.items()}
-        return type(value)(**mapped) if hasattr(value, "to_tuple") else mapped
+        if type(value) is dict or not isinstance(value, MutableMapping):
+            return mapped
+        if hasattr(type(value), "to_tuple"):
+            return type(value)(**mapped)
+        new = copy(value)
+        new.update(mapped)
+        return new
     return function(value)
 
 
@@ -179,13 +185,13 @@ def dense_rows(x: Tensor) -> Tensor:
     return torch.view_as_real(torch.atleast_1d(x).resolve_conj()).flatten(-2) if x.is_complex() else x
 
 
-def map_batch(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """`map_tensors` of what a model is called with, also in objects, which are copied if they hold a tensor that
-    changes."""
+def map_batch(function: Callable[[Any], Any], value: Any, kinds: tuple[type, ...] = (Tensor,)) -> Any:
+    """`map_tensors` of what a model is called with, or of other ``kinds`` than tensors, also in objects, which are
+    copied if they hold one that changes."""
 
     def mapped(leaf: Any) -> Any:
-        inside = {id(x): x for _, x in parts_within([leaf]) if isinstance(x, (Tensor, nn.Module))}
-        new = {key: function(x) if isinstance(x, Tensor) else x for key, x in inside.items()}
+        inside = {id(x): x for _, x in parts_within([leaf]) if isinstance(x, (*kinds, nn.Module))}
+        new = {key: function(x) if isinstance(x, kinds) else x for key, x in inside.items()}
         return leaf if all(new[key] is x for key, x in inside.items()) else deepcopy(leaf, dict(new))
 
     return map_leaves(mapped, value)

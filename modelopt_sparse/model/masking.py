@@ -51,8 +51,8 @@ def set_mask(module: nn.Module, name: str, mask: Tensor) -> None:
     cannot become sparse: its forward was replaced on the instance, or it has an attribute with the mask's name.
     """
     module = unwrapped(module)
-    owner, param, weight = _find_parameter(module, name)
-    _check_mask(name, mask, weight)
+    owner, param, _ = _find_parameter(module, name)
+    _check_mask(name, mask, stored(owner, param))
     refuse_what_cannot_be_sparse(module, name)
     with without_hook(owner), torch.inference_mode(False):  # an inference tensor could not be saved for backward
         buffer = mask.to(parameter_of(owner, param).device, copy=True).contiguous()

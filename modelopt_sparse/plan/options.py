@@ -90,13 +90,15 @@ def parse_rules(rules: Any) -> tuple[Rule, ...]:
     return tuple(_as_rule(rule) for rule in rules)
 
 
-def _as_rule(rule: Any, type_name: str | None = None) -> Rule:
-    if isinstance(rule, (tuple, list)) and len(rule) == 2:
-        glob, options = rule
+def _as_rule(pair: Any, type_name: str | None = None) -> Rule:
+    rule = pair
+    if isinstance(pair, (tuple, list)) and len(pair) == 2:
+        glob, options = pair
         rule = Rule(glob, options, type_name)
     if isinstance(rule, Rule) and isinstance(rule.glob, str) and isinstance(rule.options, Mapping | None):
         return rule
-    raise TypeError(f"rule {shown(rule)}: a rule is a glob of layer names with a mapping of options, or None (dense)")
+    form = "a glob of layer names with a mapping of options, or None (dense), such as {'*.q_proj': {'pattern': '2:4'}}"
+    raise TypeError(f"rule {shown(pair)}: a rule is {form}")
 
 
 # ModelOpt -------------------------------------------------------------------------------------------------------------
@@ -587,10 +589,10 @@ class SparsifyConfig:
 
     def windows_per_batch(self, windows: int, seq_len: int, device: torch.device) -> int:
         """Windows of text in a batch: ``batch_size``, or without one about 2,048 tokens on the CPU, and 8 windows on
-        other devices. A run that tunes takes about 1,024 tokens and at least 32 batches: the last ones judge."""
+        other devices. A run in steps takes about 1,024 tokens and at least 32 batches: the last ones judge."""
         if self.batch_size is not None:
             return self.batch_size
-        if self.tunes:
+        if self.in_steps:
             return max(1, min(STEP_TOKENS // seq_len, windows // LEAST_STEPS))
         return default_batch_size(seq_len, device)
 
@@ -632,6 +634,11 @@ class SparsifyConfig:
     def tunes(self) -> bool:
         """Whether something is tuned on the calibration batches."""
         return self.reconstruct is not None or self.distill is not None
+
+    @property
+    def in_steps(self) -> bool:
+        """Whether batches are put into steps: something is tuned on some of them, or chosen by some of them."""
+        return self.tunes or self.permute or self.budget is not None
 
 
 def is_data_set(text: str) -> bool:

@@ -1,5 +1,6 @@
 """Calibration data that does not do, and layers that see none."""
 
+import copy
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -42,6 +43,7 @@ REFUSED = {
     "no batches": (tiny_llama, {"data_loader": []}, NO_BATCH),
     "used up": (tiny_llama, {"data_loader": iter(())}, NO_BATCH),
     "no call": (tiny_llama, {"forward_loop": id}, "forward_loop called no layer; it must run model"),
+    "a copy": (tiny_llama, {"forward_loop": lambda model: copy.deepcopy(model)(token_batches()[0])}, "called no layer"),
     # RuntimeError: no integers; IndexError: no such token; ValueError: neither input_ids nor inputs_embeds
     "floats": (tiny_llama, behind({"input_ids": torch.zeros(2, 8)}), NOT_TAKEN.format("\\[2, 8\\]")),
     "unknown tokens": (tiny_llama, behind({"input_ids": torch.full((2, 9), 999)}), NOT_TAKEN.format("\\[2, 9\\]")),
@@ -102,6 +104,17 @@ def test_threads_that_run_at_once_are_refused():
     refused(mts.sparsify, Stacked(), "wanda", match=match, forward_loop=in_threads(4))
     model = mts.sparsify(Stacked(), "wanda", forward_loop=in_threads(1), progress=False)
     assert {layer.tokens for layer in mts.report(model).layers} == {2000 * sum(map(len, vectors(8)))}
+
+
+class Vectorized(Stacked):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.vmap(super().forward)(x)
+
+
+def test_blocks_inside_of_vmap_are_refused():
+    match = "layer '.*' runs inside of torch.func .*: calibrate a model that calls it plainly"
+    refused(mts.sparsify, Vectorized(), "wanda", match=match, data_loader=vectors())
+    refused(mts.sparsify, Vectorized(), "wanda", match=match, data_loader=vectors(), include="*", sequential="none")
 
 
 READS = {

@@ -157,14 +157,22 @@ KINDS = {
     "a tuple": (lambda x: (1, (x, "y")), lambda batch: batch[1][0]),
     "a dataclass": (Record, lambda batch: batch.x),
     "an object": (lambda x: SimpleNamespace(x=x), lambda batch: batch.x),
+    "a BatchEncoding": (lambda x: BatchEncoding({"x": x}), lambda batch: batch.x),
     "objects in a list": (lambda x: [*map(Record, x)], lambda batch: torch.stack([each.x for each in batch])),
 }
 
 
-@pytest.mark.parametrize("kind", ["a tensor", "numpy", "collect_func", *[*KINDS][:4]])
+def of_array(x: Tensor) -> SimpleNamespace:
+    return SimpleNamespace(x=x.numpy())
+
+
+ARRAYS = {"an array": (Tensor.numpy, torch.tensor), "an array in an object": (of_array, lambda x: torch.tensor(x.x))}
+
+
+@pytest.mark.parametrize("kind", ["a tensor", "numpy", "collect_func", *ARRAYS, *[*KINDS][:5]])
 def test_a_batch_is_what_it_was_when_it_was_given(kind):
     """A loader may fill the same memory again for each batch."""
-    make, take = KINDS.get(kind, (lambda x: x, lambda x: x))
+    make, take = (KINDS | ARRAYS).get(kind, (lambda x: x, lambda x: x))
     buffer = torch.empty(9, 16)
     shared = torch.from_numpy(buffer.numpy()) if kind == "numpy" else buffer
     given = make(shared)
@@ -176,6 +184,8 @@ def test_a_batch_is_what_it_was_when_it_was_given(kind):
     options = {"collect_func": fill} if kind == "collect_func" else {"collect_func": lambda batch: batch}
     batches = rows() if kind == "collect_func" else (fill(x) for x in rows())
     assert_same(of_dense(batches, take, **options), of_dense(rows()))
+    loop = {"forward_loop": lambda model: [model(*fill(x)) for x in rows()], "sequential": "none"}
+    assert_same(collected(Dense(take), ["blocks.0", "blocks.1"], **loop), of_dense(rows()))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,5 +1,8 @@
 """Steps of the optimizer: whatever the user's batches are, the same rows make the same steps, and judge."""
 
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -18,7 +21,7 @@ IMAGES = torch.arange(64.0).view(64, 1, 1, 1).expand(64, 3, 4, 4)
 
 
 def with_masks(rows: Tensor) -> dict[str, Tensor]:
-    return {"input_ids": rows, "attention_mask": torch.ones_like(rows)}
+    return {"input_ids": rows, "attention_mask": torch.ones_like(rows), "use_cache": False}
 
 
 def with_labels(rows: Tensor) -> dict[str, Tensor]:
@@ -62,6 +65,9 @@ WHOLE = {
     "fewer labels": {"input_ids": ROWS[:40], "labels": ROWS[0, :39]},
     "lengths": {"input_ids": ROWS[:40], "lengths": ROWS[0, :40]},
     "one row": (ROWS[:40], ROWS[:1], {}),
+    "a list": {"input_ids": ROWS[:40], "names": ["a"] * 40},
+    "an array": {"input_ids": ROWS[:40], "lengths": np.arange(40)},
+    "an object": {"input_ids": ROWS[:40], "more": SimpleNamespace(mask=ROWS[:40])},
 }
 
 
@@ -105,6 +111,8 @@ OWN_TEXT = {"method": "wanda", "self_data": 50, "reconstruct": 1}
 RUNS = [
     (one_block, {"quality": "balanced"}),
     (one_block, DISTILLED),
+    (one_block, {"budget": "50% zeros"}),
+    (tiny_llama, {"permute": True}),
     *((each, OWN_TEXT) for each in (one_block, tiny_bert)),
 ]
 

@@ -277,7 +277,7 @@ class OwnModel(PreTrainedModel):
 def test_models_with_their_own_code_need_a_flag(run, tmp_path, monkeypatch):
     monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setattr(sys, "path", [*sys.path])
-    source, out = tmp_path / "own", tmp_path / "out"
+    source = tmp_path / "own"
     source.mkdir()
     (source / "own.py").write_text(CODE)
     config = {"model_type": "own", "architectures": ["OwnModel"], "width": 16}
@@ -290,10 +290,12 @@ def test_models_with_their_own_code_need_a_flag(run, tmp_path, monkeypatch):
 
     own = transformers.AutoConfig.from_pretrained(source, trust_remote_code=True)
     AutoModelForCausalLM.from_config(own, trust_remote_code=True).save_pretrained(source)
-    done = run("sparsify", source, "--method", "magnitude", "--out", out, "--trust-remote-code")
-    assert done.code == 0, done.err
-    assert run("verify", out).code == 2
-    assert run("verify", out, "--trust-remote-code").code == 0
-    loaded = mts.load(out, trust_remote_code=True)
-    assert type(loaded).__name__ == "OwnModel"
-    assert len(dict(mts.named_masks(loaded))) == 4
+    for how in ((), ("--stream",), ("--stream", "--packed")):  # nothing is outside of its blocks
+        out = tmp_path / "-".join(("out", *how))
+        done = run("sparsify", source, "--method", "magnitude", "--out", out, "--trust-remote-code", *how)
+        assert done.code == 0, done.err
+        assert run("verify", out).code == 2
+        assert run("verify", out, "--trust-remote-code").code == 0
+        loaded = mts.load(out, trust_remote_code=True)
+        assert type(loaded).__name__ == "OwnModel"
+        assert len(dict(mts.named_masks(loaded))) == 4

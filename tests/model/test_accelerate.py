@@ -98,6 +98,16 @@ def test_weights_and_masks_are_those_of_the_model_without_hooks(hook, options):
     assert len(mts.verify(model, "2:4").layers) == 14
 
 
+def test_a_mask_without_values_is_refused():
+    """The parameter is on meta between calls, and has values."""
+    name = "model.layers.0.mlp.up_proj.weight"
+    mask = torch.ones(64, 32, dtype=torch.bool, device="meta")
+    model = offloaded(tiny_llama())
+    with pytest.raises(ValueError, match=r"on meta: give .* with values"):
+        mts.set_mask(model, name, mask)
+    assert not [*mts.named_masks(model)]
+
+
 def test_statistics_of_an_offloaded_encoder_decoder():
     """Later stacks are recorded on their own; accelerate's hooks let no run end early."""
     architecture, method = ARCHITECTURES["t5"], Recording()

@@ -64,7 +64,7 @@ def test_losses_by_gradients_one_by_one():
     layers = {layer.name: model.get_submodule(layer.name) for layer in table.plan.layers}
     squares = {name: torch.zeros(len(layer.weight), dtype=torch.float64) for name, layer in layers.items()}
     inputs = inputs_of(model, [*layers], batches)
-    for number, ids in enumerate(batches):
+    for number, ids in enumerate(helpers.in_steps(batches)):
         loss = reference.drawn_loss(model(ids).logits, number)
         for name, gradient in zip(layers, torch.autograd.grad(loss, [layer.weight for layer in layers.values()])):
             squares[name] += gradient.double().square().sum(1)
