@@ -304,8 +304,6 @@ def _parse_tuning(make: type[Tuning], value: Any) -> Tuning | None:
         return None
     if isinstance(value, make):
         return value
-    if value == AUTO and make is Distill:
-        return make(optional=True)
     if isinstance(value, int):
         return make() if value is True else make(epochs=value)
     if not isinstance(value, Mapping):
@@ -493,7 +491,9 @@ class SparsifyConfig:
     update: bool = reported(True)
     polish: int = reported(0, _iterations, least=0)
     reconstruct: Reconstruct | None = reported(None, partial(_parse_tuning, Reconstruct))
-    distill: Distill | None = reported(None, partial(_parse_tuning, Distill))
+    distill: Distill | None = reported(
+        None, lambda x: Distill(optional=True) if x == AUTO else _parse_tuning(Distill, x)
+    )
     budget: Budget | None = reported(None, lambda x: x if x == AUTO else parse_budget(x))
     choices: tuple[Pattern | None, ...] | None = reported(None, parse_choices)
     runtime: Literal["cusparselt", "cutlass", None] = reported(None)
