@@ -167,7 +167,8 @@ def distillable(data: CalibrationData, method: Method) -> CalibrationData:
 
 def distill_from(teacher: Teacher, run: Run) -> None:
     """Tune the kept weights, norms and biases of the whole model by Adam on the mean divergence from the dense model's
-    output, and report it. Never worse on the steps held back, a quarter of them, see `tune`."""
+    output, and report it. Never worse on the steps held back, a quarter of them, see `tune`; where no epoch is better,
+    all are made again at a quarter of the rate."""
     options, model = run.config.distill, run.model
     assert options is not None
     layers = [layer_plan.layer for layer_plan in run.plan.layers]
@@ -192,15 +193,21 @@ def distill_from(teacher: Teacher, run: Run) -> None:
         without_masks(model),  # as in `reconstruct`
         only_these_require_grad(model, chosen),
         blocks_recomputed(run),
-        run.bar("distill", "step", options.epochs * len(batches.steps)) as bar,
     ):
         moments = torch.bfloat16 if options.moments == "bfloat16" else None
-        # places of all weights of the model would take as much memory as their values
-        weights = TunedWeights(chosen, outputs, options.learning_rate, None, moments, holds_places=False)
         before = batches.validation_error(teacher.divergence)
-        weights.scale_rate(before, FULL_RATE_SQUARED if measure == "squared" else FULL_RATE_KL)
         try:
-            best, epoch, notes = tune(weights, batches, options.epochs, run.config.seed, loss, judge, before, bar)
+            for rate in (options.learning_rate, options.learning_rate / 4):
+                # places of all weights of the model would take as much memory as their values
+                weights = TunedWeights(chosen, outputs, rate, None, moments, holds_places=False)
+                weights.scale_rate(before, FULL_RATE_SQUARED if measure == "squared" else FULL_RATE_KL)
+                with run.bar("distill", "step", options.epochs * len(batches.steps)) as bar:
+                    best, epoch, notes = tune(
+                        weights, batches, options.epochs, run.config.seed, loss, judge, before, bar
+                    )
+                del weights  # the next ones take as much memory
+                if epoch:  # else larger steps lost more than they gained
+                    break
         except BaseException:
             run.report.notes.append("distillation was broken off; the model has the best values up to then")
             raise

@@ -487,6 +487,13 @@ def test_quality_max_leaves_out_what_the_model_cannot_have(why, more):
     assert not any("distill" in layer.recipe for layer in report.layers)
 
 
+def test_where_no_epoch_is_better_all_are_made_again_at_a_quarter_of_the_rate():
+    """At 4 the steps lose more than they gain; then it is a run at 1."""
+    quarter, whole = (sparsified(distill={"epochs": 1, "learning_rate": rate}) for rate in (1.0, 4.0))
+    assert_same_state(whole, state_of(quarter))
+    assert mts.report(whole).distillation.epoch == 1
+
+
 def test_quality_leaves_distillation_out_where_memory_is_short(monkeypatch):
     """Hours of calibration would end in an error; asked for by name, it is tried."""
     monkeypatch.setattr("modelopt_sparse.accuracy.distill.bytes_of", lambda device: (math.inf, 1000))
