@@ -84,8 +84,8 @@ def sparsify_checkpoint(
     it; return the report.
 
     ``method``, ``config`` and keywords are those of `sparsify`, and so is the result, to the bit, but for what
-    "auto" stands for (self_data, metric), as the report says: the folder is what `save` writes, in one shard for
-    each block. In memory are what is outside of the blocks, one block and its copy, its statistics, and the
+    "auto" stands for (self_data, metric, distill), as the report says: the folder is what `save` writes, in one shard
+    for each block. In memory are what is outside of the blocks, one block and its copy, its statistics, and the
     activations that are held from block to block (``spill``: in files beside the target instead). ``dtype``,
     ``revision`` and ``trust_remote_code`` are those of ``from_pretrained``. ``dequantize``: the checkpoint is
     quantized (fp8, mxfp4), and to be dequantized; without it such a one is refused. ``packed`` is that of `save`.
