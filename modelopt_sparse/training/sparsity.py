@@ -391,6 +391,7 @@ class StepReminder:
 
     def __init__(self, parameter: nn.Parameter, optimizer: torch.optim.Optimizer, sparsity: Sparsity) -> None:
         self.parameter, self.optimizer, self.sparsity = parameter, optimizer, sparsity
+        self.left = 0  # changes without a step, until it warns
         self.seen: tuple[int | None, int] = (None, 0)  # steps of the optimizer, and the version, at the last backward
 
     def __call__(self, _: Tensor) -> None:

@@ -180,6 +180,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+def test_best_leaves_distillation_out_and_says_so(tmp_path):
+    options = given(LLAMA, {"mlp": 0.25, "quality": "best", "reconstruct": 1})
+    report = mts.shrink_checkpoint(dense(tmp_path, LLAMA), tmp_path / "out", **options)
+    assert report.distillation is None
+    assert "no distillation: each step takes a pass over all weights, which lie on disk" in report.notes
+
+
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused_before_any_work(tmp_path, case):
     more, problem = REFUSED[case]
