@@ -221,6 +221,10 @@ def what_needs_data(plan: Plan, config: SparsifyConfig) -> list[str]:
 
 def _check(model: nn.Module, plan: Plan, config: SparsifyConfig, storage: Storage) -> None:
     """Check what only a model with values can be asked, before any work."""
+    try:
+        torch.zeros(1, device=config.device or "cpu").cpu()
+    except (AssertionError, RuntimeError) as error:  # torch raises the former where it is built without the device
+        raise ValueError(f"device={str(config.device)!r} cannot be used here: {error}") from None
     if (shortage := tight(plan, config)) is not None:
         warnings.warn(shortage, stacklevel=2)
     names = {layer_plan.layer.parameter_name for layer_plan in plan.layers}

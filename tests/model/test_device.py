@@ -35,3 +35,12 @@ def test_the_peak_of_a_process_stays_when_memory_is_freed():
     assert peak_bytes(torch.device("cpu")) >= before + 2**26
     model = mts.sparsify(tiny_llama(), "magnitude", progress=False)
     assert mts.report(model).peak_memory["cpu"] >= before + 2**26
+
+
+@pytest.mark.parametrize("device", [f"cuda:{torch.cuda.device_count()}", "meta"])
+def test_a_device_that_cannot_be_used_is_refused_by_name(device):
+    model = tiny_llama()
+    before = [parameter.clone() for parameter in model.parameters()]
+    with pytest.raises(ValueError, match=f"^device='{device}' cannot be used here: "):
+        mts.sparsify(model, "sparsegpt", device=device, data_loader=[torch.zeros(2, 8, dtype=torch.long)])
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters()))
