@@ -245,6 +245,14 @@ def test_the_plan_is_what_is_made():
     assert old - new == block + attention + 2 * 1024 * 32 * 3 * WIDTH + 3 * lost
 
 
+def test_a_second_run_says_what_the_first_has_done():
+    model = mts.shrink(llama(), blocks=1, **LOADER, progress=False)
+    first = mts.report(model).shrunk.summary()
+    mts.shrink(model, blocks=1, **LOADER, progress=False)
+    assert mts.report(model).shrunk.sizes["num_hidden_layers"] == [3, 2]
+    assert f"the time before: {first}" in mts.report(model).notes
+
+
 def test_numbers_may_be_those_of_numpy():
     for options in ({"blocks": np.int64(1)}, {"blocks": [np.int64(3)]}, {"to": {"num_hidden_layers": np.int32(3)}}):
         plan = mts.plan_shrink(llama(), **options)

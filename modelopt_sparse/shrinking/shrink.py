@@ -25,7 +25,7 @@ from modelopt_sparse.model.devices import run_eagerly
 from modelopt_sparse.plan.options import Reconstruct
 from modelopt_sparse.plan.plan import common_to_processes
 from modelopt_sparse.plan.planner import plan_for
-from modelopt_sparse.reports.report import Report, attach_report
+from modelopt_sparse.reports.report import Report, attach_report, attached_report
 from modelopt_sparse.reports.values import Shrunk, in_words
 from modelopt_sparse.run import InMemory, Run, calibrating
 from modelopt_sparse.shrinking import experts as mixtures
@@ -238,6 +238,8 @@ def _complete(cutting: Cutting, run: Run, shrunk: Shrunk, before: Mapping[str, i
     cutting.everything(model)
     both = {name: [before[name], new] for name, new in costs(model).items()}
     run.report.shrunk = replace(shrunk, costs=both, divergence=run.report.settings.get("divergence"))
+    if (earlier := attached_report(model)) is not None and earlier.shrunk is not None:
+        run.report.notes.append(f"the time before: {earlier.shrunk.summary()}")
     attach_report(model, run.report)
 
 
