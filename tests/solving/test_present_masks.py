@@ -208,13 +208,14 @@ def test_every_kind_of_layer(kind, method):
 
 def test_a_tied_layer_of_which_one_holder_carries_the_mask():
     model = Many()
-    present = model.one.weight.abs() > model.one.weight.abs().median()
+    present = torch.rand(16, 16, generator=torch.Generator().manual_seed(4)) > 0.5
     mts.set_mask(model, "other.weight", present)
-    mts.sparsify(model, "magnitude", pattern="75%", include="one")
+    # what it prunes of a group gives values to the groups behind it, also where they were zero
+    mts.sparsify(model, "sparsegpt", pattern="2:4", include="one", progress=False, **KINDS["many"][1])
     masks = masks_of(model)
     assert torch.equal(masks["one.weight"], masks["other.weight"])
     assert not (masks["one.weight"] & ~present).any()
-    assert int(masks["one.weight"].sum()) == 64
+    assert masks["one.weight"].any()
 
 
 def test_rows_at_a_time():
