@@ -154,12 +154,15 @@ def opened_file(path: Path, masks: Path) -> Any:
 def opened_weights(folder: Path) -> dict[str, Any]:
     """Name of a tensor in a folder's weight files -> the `opened_file` that has it.
 
-    Raises ValueError that names the files that are missing, truncated or damaged.
+    Raises ValueError that names the files that are missing, truncated or damaged, or have a tensor that another has.
     """
     where, problems = dict[str, Any](), []
     for name in weight_files(folder):
         try:
             file = opened_file(folder / name, folder / MASKS)
+            if twice := where.keys() & set(file.keys()):
+                problem = f"{min(twice)!r} is in {name!r} and in another file"
+                problems.append(f"{problem}, and which one counts is not known: write the folder anew")
             where.update(dict.fromkeys(file.keys(), file))
         except (SafetensorError, OSError) as error:
             problem = f"{str(folder / name)!r} is missing, truncated or damaged ({error})"

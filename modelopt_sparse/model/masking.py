@@ -220,8 +220,9 @@ def zero_state(optimizer: torch.optim.Optimizer, weight: nn.Parameter, mask: Ten
     Tensors with an attribute ``requires_dense`` that is True stay as they are, and so do integers: they are codes
     (8-bit states), where the code 0 need not stand for the number 0.
     """
-    holder = getattr(optimizer, "optim", optimizer)  # the one inside of ZeroRedundancyOptimizer
-    for value in holder.state.get(weight, {}).values():
+    # optimizers inside: of ZeroRedundancyOptimizer, SAM, Lookahead
+    inside = [x for x in vars(optimizer).values() if isinstance(x, torch.optim.Optimizer)]
+    for value in (value for x in (optimizer, *inside) for value in x.state.get(weight, {}).values()):
         alike = isinstance(value, Tensor) and value.shape == weight.shape and value.is_floating_point()
         if alike and not getattr(value, "requires_dense", False):
             with torch.no_grad():

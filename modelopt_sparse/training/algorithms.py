@@ -4,6 +4,7 @@ import math
 import warnings
 from abc import abstractmethod
 from collections.abc import Mapping
+from functools import partial
 from textwrap import shorten
 from typing import Any, ClassVar
 
@@ -168,7 +169,7 @@ class DynamicSparsityAlgorithm(SparsityAlgorithm):
         """Move the masks of all parameters that the algorithm has, by the present step."""
         levels = levels_at(self.step, self.sparse_params.values())
         moving = {name: weight for name, weight in self.sparse_params.items() if not weight.still}
-        without = [name for name, weight in moving.items() if self.needs_gradient and weight.parameter.grad is None]
+        without = [name for name, weight in moving.items() if self.needs_gradient and weight.local_gradient is None]
         if gone := [name for name in without if moving[name].stepped or len(without) == len(moving)]:
             problem = f"{gone[0]!r} has no gradient after step {self.step}"
             raise RuntimeError(f"{problem}: keep it until all optimizers have made theirs")
@@ -281,6 +282,8 @@ class Group(Sparsity):
     def __init__(self, groups: Mapping[Any, SparsityAlgorithm | None] | None = None) -> None:
         super().__init__()
         self._groups: list[tuple[Filter, SparsityAlgorithm | None]] = []
+        if not isinstance(groups, Mapping | None):
+            raise TypeError(f"Group takes a mapping of globs to algorithms, and this is a {type(groups).__name__}")
         for include, algorithm in (groups or {}).items():
             self.add(include, algorithm)
 
@@ -330,6 +333,10 @@ def plain(value: Any) -> Any:
     if isinstance(value, (str, int, float, list)) or value is None:
         return value
     function = getattr(value, "function", value)
+    if isinstance(function, partial):
+        return f"{plain(function.func)} of {function.args}, {function.keywords}"
+    if type(function).__repr__ is object.__repr__:  # which names an address
+        return f"{plain(type(function))} of {getattr(function, '__dict__', '')}"
     return f"{function.__module__}.{function.__qualname__}" if hasattr(function, "__qualname__") else str(value)
 
 

@@ -19,10 +19,11 @@ from transformers import TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from modelopt_sparse.checkpoint.folder import DESCRIPTION, PICKLES
+from modelopt_sparse.checkpoint.packed import opened_weights
 from modelopt_sparse.checkpoint.save import add_masks, restore
 from modelopt_sparse.distributed import is_fully_sharded
 from modelopt_sparse.model.devices import unwrapped
-from modelopt_sparse.model.masking import SUFFIX, SparseModule
+from modelopt_sparse.model.masking import SUFFIX, SparseModule, named_masks
 from modelopt_sparse.reports.text import in_one_piece
 from modelopt_sparse.training.sparsity import Sparsity
 
@@ -53,7 +54,7 @@ class SparsityCallback(TrainerCallback):
             raise ValueError("SparsityCallback serves no FSDP: write the loop yourself (docs/training.md)")
         if state.global_step > 0:
             folder = self.resume_from or _checkpoint(args, state.global_step)
-            _read_back(model, folder)
+            _read_back(model, folder, resumes=True)
             self.sparsity.go_on(model, state.global_step, str(folder))
         elif not self.sparsity.sparse_params:
             self.sparsity.apply(model)
@@ -85,10 +86,18 @@ def _checkpoint(args: TrainingArguments, step: int) -> Path:
     return Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{step}"
 
 
-def _read_back(model: nn.Module, folder: Path) -> None:
-    """Weights, masks and report of a checkpoint; Trainer has loaded the weights, but under other masks."""
+def _read_back(model: nn.Module, folder: Path, *, resumes: bool = False) -> None:
+    """Weights, masks and report of a checkpoint; Trainer has loaded the weights, but under other masks. Where training
+    ``resumes``, it has not said from which folder."""
+    advice = "name the checkpoint as resume_from=folder"
     if not (folder / DESCRIPTION).is_file():
-        raise ValueError(f"{str(folder)!r} holds no masks ({DESCRIPTION}): name the checkpoint as resume_from=folder")
+        raise ValueError(f"{str(folder)!r} holds no masks ({DESCRIPTION}): {advice}")
+    stored, masked = opened_weights(folder) if resumes else {}, {name for name, _ in named_masks(model)}
+    for name, parameter in model.named_parameters():
+        if name in stored and name not in masked:
+            values = stored[name].get_tensor(name).to(parameter)
+            if values.shape != parameter.shape or not torch.equal(values, parameter):
+                raise ValueError(f"Trainer has loaded another {name!r} than that of {str(folder)!r}: {advice}")
     restore(model, folder)
 
 

@@ -20,6 +20,7 @@ All spellings of ``sparsity`` that Cerebras had are read:
 import inspect
 import re
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -147,8 +148,11 @@ def _present_spelling(section: Mapping[str, Any], where: str) -> dict[str, Any]:
         pairs = options.pop("sparsity_schedule")
         try:
             steps, levels = zip(*pairs, strict=True)
+            if any(a >= b for a, b in pairwise(steps)):
+                raise ValueError("levels would go with other steps")
         except (TypeError, ValueError):
-            raise ValueError(f"{where}: sparsity_schedule={shown(pairs)} must be a list of [step, level]") from None
+            problem = "must be a list of [step, level], of steps that increase"
+            raise ValueError(f"{where}: sparsity_schedule={shown(pairs)} {problem}") from None
         options |= {"sparsity": levels, "update": {"steps": steps}}
     return options
 

@@ -138,7 +138,8 @@ class Products(TorchDispatchMode):
             return out
         flops, live = formula(*args, **kwargs, out_val=out), 1.0
         for read in flat_tensors((args, kwargs)):
-            if (weight := self.weights.get(read.untyped_storage()._cdata)) is not None:
+            weight = self.weights.get(read.untyped_storage()._cdata)
+            if weight is not None and read.dim() > 1:  # a bias is added
                 self.flops[weight.name] += flops
                 live *= _live_share(weight, read) if weight.is_sparse else 1.0
         self.dense += flops

@@ -30,7 +30,7 @@ class Distillation(ExitStack):
     """What `distill` returns: `remove` ends it, and so does leaving a ``with`` block that it was given to."""
 
     def remove(self) -> None:
-        """Take the hooks off the model, and put the teacher back into the mode that it came in."""
+        """Take the hooks off the model."""
         self.close()
 
 
@@ -81,19 +81,25 @@ def distill(
     it, as Trainer does: then the batches of a step have together the gradient of one big batch. (SquareHead's quotient
     is each batch's own, weighted by its share of the predictions.)
 
-    Raises ValueError for weights that are negative or all 0, and a teacher that shares modules or trained weights with
-    the model; in the first call in training mode for a teacher on another device, with another vocabulary or other
-    hidden states, and a model that has no logits, or none that can be compared.
+    Raises ValueError for weights that are negative or all 0, a model that is distilled already, and a teacher that
+    shares modules or trained weights with the model; in the first call in training mode for a teacher on another
+    device, with another vocabulary or other hidden states, and a model that has no logits, or none that can be
+    compared.
     """
     weights = _Weights(kl, task, square_head, temperature)
     student = unwrapped(model)
     _refuse_parts_of_the_model(student, unwrapped(teacher))
     end = Distillation()
-    end.enter_context(in_eval_mode(teacher))
     if square_head:
         end.enter_context(student.register_forward_pre_hook(_ask_for_hidden_states, with_kwargs=True))
+
     # a closure: a deepcopy of the model copies what is bound to a partial or to a method, which would be the teacher
-    end.enter_context(student.register_forward_hook(lambda *x: _distilled(weights, teacher, *x), with_kwargs=True))
+    def distilled(*x: Any) -> Any:
+        return _distilled(weights, teacher, *x)
+
+    if distilled.__code__ in [getattr(hook, "__code__", None) for hook in student._forward_hooks.values()]:
+        raise ValueError("the model is distilled already: remove() the handle of the call before")
+    end.enter_context(student.register_forward_hook(distilled, with_kwargs=True))
     return end
 
 
@@ -131,6 +137,8 @@ def _tell_if_unused(loss: Tensor, logits: Tensor) -> None:
 
 
 def _refuse_parts_of_the_model(student: nn.Module, teacher: nn.Module) -> None:
+    if not isinstance(teacher, nn.Module):
+        raise TypeError(f"the teacher is a {type(teacher).__name__}: give the model itself")
     parts = {*student.modules(), *(weight for weight in student.parameters() if weight.requires_grad)}
     for name, part in (*teacher.named_modules(), *teacher.named_parameters()):
         if part in parts:
@@ -155,7 +163,7 @@ def _ask(teacher: nn.Module, student: nn.Module, positional: inspect.BoundArgume
     moves_inputs = has_hook(teacher) or (weight is not None and is_sharded(weight))
     if weight is not None and inputs and not moves_inputs and weight.device != inputs[0].device:
         raise ValueError(f"distill: the teacher is on {weight.device}: move it to {inputs[0].device}, as the model is")
-    with torch.no_grad():
+    with torch.no_grad(), in_eval_mode(teacher):
         return teacher(*args, **by_name)
 
 

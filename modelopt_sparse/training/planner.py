@@ -6,7 +6,7 @@ work, and changes nothing.
 
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -60,7 +60,7 @@ class SparseParameter:
     algorithm: trains it sparse. None: it stays dense.
     optimizers: train it, and hold state to be zeroed with it.
     still: whether its mask stays as it is, for optimizers train others and not it.
-    faint: its gradient with what reaches pruned places, while an optimizer makes a step without that.
+    faint: its gradient with what reaches pruned places, while an optimizer makes a step with ``shown``, without that.
     stepped: whether it had a gradient when its optimizer made the last step.
     """
 
@@ -72,6 +72,7 @@ class SparseParameter:
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
     still: bool = False
     faint: Tensor | None = None
+    shown: Tensor | None = None
     stepped: bool = False
 
     @property
@@ -125,23 +126,29 @@ class SparseParameter:
         self.write_report()
 
     @property
+    def local_gradient(self) -> Tensor | None:
+        return self.parameter.grad if self.faint is None else self.faint
+
+    @property
     def gradient(self) -> Tensor | None:
         """Its gradient at all places, on steps that let gradients through; gathered if it is sharded."""
-        gradient = self.parameter.grad
+        gradient = self.local_gradient
         return None if gradient is None else dense_gradient(full(gradient.detach()), self.mask)
 
     def hide_faint(self) -> None:
         """Give the optimizer a gradient that is zero at pruned places: it may divide by the mean of a row or column."""
-        gradient = self.parameter.grad
+        self.faint, gradient = None, self.parameter.grad
         is_faint = self.layer.param in getattr(self.layer.owner, "faint_parameters", ())
         if is_faint and gradient is not None and gradient.layout == torch.strided:
-            self.faint, self.parameter.grad = gradient, masked_copy(gradient, mask_like(self.mask, gradient))
+            self.shown = masked_copy(gradient, mask_like(self.mask, gradient))
+            self.faint, self.parameter.grad = gradient, self.shown
 
     def show_faint(self) -> None:
-        """End `hide_faint`."""
-        if self.faint is not None:
+        """End `hide_faint`. A step that has cleared the gradient leaves it so: masks then move by ``faint``."""
+        if self.faint is not None and self.parameter.grad is self.shown:
             self.parameter.grad, self.faint = self.faint, None
-        self.stepped = self.parameter.grad is not None
+        self.shown = None
+        self.stepped = self.local_gradient is not None
 
     def zero(self) -> None:
         """Write +0.0 to pruned places of the weight and of its optimizers' state."""
@@ -224,6 +231,8 @@ def parse_filter(include: Any) -> Filter:
         return include or Filter()
     if include in (BLOCKS, DEFAULT):
         return Filter(choice=include)
+    if isinstance(include, Set):  # text has another order in each process
+        include = sorted(include, key=str)
     several = isinstance(include, Iterable) and not isinstance(include, (str, bytes, Mapping))
     entries: tuple[Any, ...] = tuple(include) if several else (include,)
     if entries and all(isinstance(one, str) for one in entries):

@@ -46,6 +46,7 @@ class Sparsity(ABC):
         self._autoupdate = True
         self._model: nn.Module | None = None
         self._steps: dict[torch.optim.Optimizer, int] = {}  # how many each has made
+        self._steps_to_come: list[int] = []  # of a state that was loaded, for optimizers that are applied afterwards
         self._hooks: list[RemovableHandle] = []  # of the model until there are optimizers, then of these
         self._level_hooks: OrderedDict[int, Callable[[Any, str, float, float], object]] = OrderedDict()
 
@@ -152,18 +153,23 @@ class Sparsity(ABC):
         if self._model is None:
             raise ValueError(f"apply this {type(self).__name__} to the model first, then to its optimizers")
         optimizer = _torch_optimizer(optimizer)
-        if optimizer in self._steps:
-            raise ValueError(f"this {type(optimizer).__name__} has this {type(self).__name__} already")
         parameters = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         trained = [weight for weight in self.sparse_params.values() if id(weight.parameter) in parameters]
         if not trained:
-            raise ValueError(f"this {type(optimizer).__name__} holds no sparse parameter: use model.parameters()")
+            problem = f"this {type(optimizer).__name__} holds no sparse parameter of the model that this is applied to"
+            raise ValueError(f"{problem}: use model.parameters(), or make another {type(self).__name__} for its model")
+        new = [weight for weight in trained if optimizer not in weight.optimizers]
+        if not new:
+            raise ValueError(f"this {type(optimizer).__name__} has this {type(self).__name__} already")
+        steps, is_known = self._steps_to_come, optimizer in self._steps
         if not self._steps:
             self.release()
-        self._steps[optimizer] = self.step
-        for weight in trained:
+        for weight in new:
             weight.optimizers.append(optimizer)
             weight.zero()
+        if is_known:  # it got these by `add_param_group`
+            return
+        self._steps[optimizer], self._steps_to_come = [*steps, self.step][0], steps[1:]
         self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
         self._hooks.append(optimizer.register_step_post_hook(self._after_step))
         watched = [x.parameter for x in trained if isinstance(x.parameter, MaskedParameter)]
@@ -175,7 +181,7 @@ class Sparsity(ABC):
         """Let go of all optimizers: masks stay, and move no more until `apply` gets an optimizer."""
         for hook in self._hooks:
             hook.remove()
-        self._hooks, self._steps = [], {}
+        self._hooks, self._steps, self._steps_to_come = [], {}, []
         for weight in self.sparse_params.values():
             weight.optimizers.clear()
         if self._model is not None:
@@ -229,9 +235,9 @@ class Sparsity(ABC):
         """One optimizer has made a step; with the last of them, the step is finished and masks may move."""
         if _is_inner(optimizer):
             return
+        self._forget_plain()
         for weight in self._trained_by(optimizer):
             weight.show_faint()
-        self._forget_plain()
         overflow = getattr(optimizer, "found_inf", None)  # a GradScaler tells a fused optimizer to skip its step
         if not self.sparse_params or (isinstance(overflow, Tensor) and bool(overflow.item())):
             return
@@ -351,7 +357,8 @@ class Sparsity(ABC):
     def state_dict(self) -> dict[str, Any]:
         """What has to be saved beside the model's state dict, which holds the masks, and the optimizers': the step, and
         what to compare when it is loaded. Random choices come from the seed, names and the step."""
-        return {"step": self.step, "algorithm": self._describe_members(), "masks": self._digests()}
+        steps = [*self._steps.values(), *self._steps_to_come]
+        return {"step": self.step, "steps": steps, "algorithm": self._describe_members(), "masks": self._digests()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken. Load the model's state dict, with its masks, before.
@@ -360,16 +367,20 @@ class Sparsity(ABC):
         """
         if self._model is None:
             raise ValueError(f"apply this {type(self).__name__} to the model, load the model's state dict, then this")
+        if missing := {"step", "algorithm", "masks"} - state.keys():
+            raise ValueError(f"it has no {min(missing)!r}: give what state_dict() of a {type(self).__name__} has given")
         if state["algorithm"] != self._describe_members():
             raise ValueError(f"make the algorithm with the options that the state was saved with: {state['algorithm']}")
         if wrong := [name for name, number in self._digests().items() if state["masks"].get(name) != number]:
             problem = f"{len(wrong)} masks of the model are not those of this state ({wrong[0]!r} first)"
             raise ValueError(f"{problem}: load its state dict of the same checkpoint first")
-        self._restart(state["step"])
+        self._restart(state["step"], state.get("steps", []))
         self.report()
 
-    def _restart(self, step: int) -> None:
-        self._steps = dict.fromkeys(self._steps, step)
+    def _restart(self, step: int, steps: Sequence[int] = ()) -> None:
+        """Go on at a step; optimizers, in the order in which they are applied, at ``steps`` of their own."""
+        counts = [*steps, *[step] * (len(self._steps) - len(steps))]
+        self._steps, self._steps_to_come = dict(zip(self._steps, counts)), counts[len(self._steps) :]
         self._set_step(step)
 
 
@@ -395,6 +406,8 @@ class StepReminder:
         self.seen: tuple[int | None, int] = (None, 0)  # steps of the optimizer, and the version, at the last backward
 
     def __call__(self, _: Tensor) -> None:
+        if not self.sparsity.sparse_params:  # the model is plain again
+            return
         before, self.seen = self.seen, (self.sparsity._steps.get(self.optimizer), self.parameter._version)
         if before[0] != self.seen[0]:  # it has made a step, and others are to come if masks still move
             weights = self.sparsity.sparse_params.values()

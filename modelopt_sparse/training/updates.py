@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from modelopt_sparse.checks import check_options, is_number, is_whole, shown
+from modelopt_sparse.checks import check_number, check_options, is_number, is_whole, shown
 from modelopt_sparse.methods.patterns import NM, count_zeros, keep_largest
 from modelopt_sparse.reports.text import nearest
 
@@ -82,6 +82,9 @@ class Cosine:
     init: float
     half_period: float
     minimum: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_number("Cosine: half_period", self.half_period, "(0, inf)")
 
     def __call__(self, step: int, updates: int = 0) -> float:
         return self.minimum + (self.init - self.minimum) * (1 + math.cos(math.pi * step / self.half_period)) / 2

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AlbertConfig, AlbertForMaskedLM
 
 import modelopt_sparse as mts
@@ -352,9 +353,24 @@ def with_weights(change: Callable[[dict[str, Any], str], object]) -> Callable[[P
     return lambda source: change_tensors(source / "model.safetensors", lambda weights: change(weights, name))
 
 
+def in_two_files(source: Path) -> None:
+    """One tensor is in both, and other values in the one that the index names."""
+    weights = load_file(source / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    save_file(weights, source / "model-1.safetensors", metadata={"format": "pt"})
+    save_file({name: weights[name] + 1}, source / "model-2.safetensors", metadata={"format": "pt"})
+    (source / "model.safetensors").unlink()
+    places = {**dict.fromkeys(weights, "model-1.safetensors"), name: "model-2.safetensors"}
+    (source / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+
+
 @pytest.mark.parametrize(
     ("change", "text"),
     [
+        (
+            in_two_files,
+            r"'model.layers.1.mlp.up_proj.weight' is in 'model-2.safetensors' and in another file",
+        ),
         (lambda source: (source / "config.json").unlink(), r"holds no config\.json"),
         (
             text_of("config.json", '{"model_type": "llama"}'),

@@ -499,7 +499,11 @@ def test_what_apply_refuses():
     deepspeed = type("DeepSpeedOptimizer", (torch.optim.SGD,), {"__module__": "deepspeed.runtime"})
     for thing, error, match in (
         (model, ValueError, "applied to a Zoo already"),
-        (torch.optim.SGD(Zoo().parameters(), lr=0.1), ValueError, "this SGD holds no sparse parameter: use model.par"),
+        (
+            torch.optim.SGD(Zoo().parameters(), lr=0.1),
+            ValueError,
+            "this SGD holds no sparse parameter of the model",
+        ),
         (torch.optim.LBFGS(model.parameters()), ValueError, "LBFGS calls its closure several times"),
         (deepspeed(model.parameters(), lr=0.1), ValueError, "DeepSpeed has buffers of its own"),
         (optimizer, ValueError, "has this SET already"),
@@ -507,6 +511,80 @@ def test_what_apply_refuses():
     ):
         with pytest.raises(error, match=match):
             sparsity.apply(thing)
+
+
+def test_parameters_that_an_optimizer_gets_later_are_trained_when_it_is_applied_again():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    sparsity = training.SET(0.5, include="*.weight", update=1)
+    sparsity.apply(model)
+    sparsity.apply(optimizer := torch.optim.AdamW(model[1].parameters()))
+    optimizer.add_param_group({"params": [*model[0].parameters()]})
+    with pytest.warns(UserWarning, match="1 masks do not move .*apply this to the optimizer that trains them"):
+        take_step(model(torch.randn(4, 8)).sum(), optimizer)
+    sparsity.apply(optimizer)
+    mask = model[0].weight_mask.clone()
+    take_step(model(torch.randn(4, 8)).sum(), optimizer)
+    assert sparsity.step == 2
+    assert not torch.equal(model[0].weight_mask, mask)
+    assert not optimizer.state[model[0].weight]["exp_avg_sq"][~model[0].weight_mask].any()
+
+
+def test_an_exported_model_is_trained_on_without_a_warning():
+    model = nn.Sequential(nn.Linear(8, 8))
+    optimizer = applied(training.RigL(0.5, include="*.weight", update=1), model)
+    take_step(model(torch.randn(4, 8)).sum(), optimizer)
+    mts.export(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(8):
+            take_step(model(torch.randn(4, 8)).sum(), optimizer)
+
+
+class Around(torch.optim.Optimizer):
+    """As SAM and Lookahead: another one makes the step."""
+
+    def __init__(self, inner):
+        super().__init__(inner.param_groups, {})
+        self.inner = inner
+
+    def step(self, closure=None):
+        self.inner.step()
+
+
+def test_the_state_of_an_optimizer_inside_of_another_is_zeroed():
+    model, sparsity = nn.Sequential(nn.Linear(8, 8)), training.SET(0.5, include="*.weight", update=2)
+    sparsity.apply(model)
+    sparsity.apply(optimizer := Around(torch.optim.AdamW(model.parameters())))
+    for _ in range(4):
+        take_step(model(torch.randn(4, 8)).square().sum(), optimizer)
+    moments = optimizer.inner.state[model[0].weight]["exp_avg"]
+    assert moments.any()
+    assert not moments[~model[0].weight_mask].any()
+
+
+class Clearing(torch.optim.SGD):
+    """Clears gradients in its step."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        self.zero_grad()
+
+
+def test_a_gradient_that_the_step_has_cleared_stays_cleared():
+    """And masks move by it."""
+    masks = []
+    for kind in (torch.optim.SGD, Clearing):
+        torch.manual_seed(0)
+        model, x = nn.Linear(16, 8, bias=False), torch.randn(4, 16)
+        sparsity = training.RigL(0.5, update=2, include=["weight"], scope="row")
+        optimizer = applied(sparsity, model, kind, lr=0.0)
+        for _ in range(3):
+            model(x).sum().backward()
+            optimizer.step()
+            assert kind is torch.optim.SGD or model.weight.grad is None
+            optimizer.zero_grad()
+        masks.append(model.weight_mask)
+    assert torch.equal(*masks)
 
 
 def test_sparse_embeddings_and_float16_are_refused():

@@ -123,6 +123,8 @@ def test_files_and_mappings_are_read_by_one_rule(text, described, tmp_path):
             r"param_name_patterns\['ffn'\]: Static: option 'x' is not known",
         ),
         ({"sparsity_schedule": [1, 2]}, "must be a list of .step, level."),
+        ({"sparsity_schedule": [[2, 0.6], [0, 0.2]]}, "of steps that increase"),
+        ({"sparsity_schedule": [[2, 0.2], [2, 0.6]]}, "of steps that increase"),
         ({"sparsity_schedule": [[0, 0.5]], "update": 3}, "give sparsity_schedule, or sparsity and update"),
         ([], "this Group is empty"),
         ([0.5], r"sparsity\[0\] is 0.5, and must be a mapping"),

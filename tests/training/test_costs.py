@@ -100,6 +100,16 @@ def test_each_weight_of_a_module_is_counted_by_itself(model, include, shape, pro
     assert model.training
 
 
+@pytest.mark.filterwarnings("ignore:Static takes every parameter")
+def test_a_sparse_bias_is_no_product():
+    costs = []
+    for include in (["*.weight"], None):
+        model = nn.Sequential(nn.Linear(64, 64), nn.Unflatten(1, (1, 64)), nn.Conv1d(1, 8, 4))
+        training.Static(0.75, include=include).apply(model)
+        costs.append(training.cost(model, torch.randn(8, 64)).sparse.inference)
+    assert costs == [2 * 8 * (64 * 64 + 8 * 61 * 4) / 4] * 2
+
+
 def test_what_is_not_counted_is_named():
     class Net(nn.Module):
         def __init__(self):

@@ -331,8 +331,7 @@ def test_the_teacher_learns_nothing_and_is_asked_in_eval_mode():
     with teacher.register_forward_hook(
         lambda module, args, kwargs, output: seen.append((kwargs, output)), with_kwargs=True
     ):
-        handle = distill(model, teacher)
-        assert not any(part.training for part in teacher.modules())
+        distill(model, teacher)  # nobody holds the handle
         loss = model(**batch, num_items_in_batch=torch.tensor(26)).loss
     torch.testing.assert_close(loss, expected)
     loss.backward()
@@ -341,7 +340,6 @@ def test_the_teacher_learns_nothing_and_is_asked_in_eval_mode():
     assert getattr(output, str(cache_name(model))) is None
     assert not output.logits.requires_grad
     assert all(p.grad is None for p in teacher.parameters())
-    handle.remove()
     assert Snapshot(teacher).look == before.look
 
 
@@ -408,7 +406,11 @@ def test_a_teacher_that_is_the_model():
     refused(distill, nn.DataParallel(model), model, parts=[itself])
     teacher.model.norm.weight = model.model.norm.weight
     refused(distill, model, teacher, parts=["'model.norm.weight' of the teacher is the model's own: give a deepcopy"])
+    refused(distill, model, "gpt2", error=TypeError, match="the teacher is a str: give the model itself")
     model.model.norm.weight.requires_grad_(False)  # frozen, it is the same for both, and stays it
+    distill(model, teacher).remove()
+    with distill(model, teacher):
+        refused(distill, model, teacher, match="is distilled already: remove.. the handle of the call before")
     distill(model, teacher).remove()
 
 

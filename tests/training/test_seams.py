@@ -4,6 +4,7 @@ In float64, where rounding cannot flip a near tie, RigL's masks are those of one
 """
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -278,11 +279,63 @@ def test_stop_and_resume(name, accelerate, tmp_path):
         assert_bits(one, two)
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_each_of_several_optimizers_goes_on_at_its_own_step(late):
+    """``late``: they are applied after the state was loaded."""
+
+    def prepared(state=None):
+        model, sparsity = Mlp(), training.SET(0.75, include=INCLUDE, update=2)
+        sparsity.apply(model)
+        optimizers = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (model.first, model.second)]
+        if state is not None and late:
+            model.load_state_dict(state[0])
+            sparsity.load_state_dict(state[1])
+        for optimizer in optimizers:
+            sparsity.apply(optimizer)
+        if state is not None and not late:
+            model.load_state_dict(state[0])
+            sparsity.load_state_dict(state[1])
+        return model, sparsity, optimizers
+
+    model, sparsity, (first, second) = prepared()
+    run(model, first, 5)
+    state = copy.deepcopy((model.state_dict(), sparsity.state_dict()))
+    run(model, second, 4)
+    again, resumed, (_, second) = prepared(state)
+    assert resumed.state_dict() == state[1]
+    run(again, second, 4)
+    assert (sparsity.step, resumed.step) == (4, 4)
+    assert_same_masks(again, model)
+
+
+def test_functions_and_sets_are_named_alike_in_every_process():
+    """By no address, and in one order."""
+
+    class Ramp:
+        def __init__(self, final):
+            self.final = final
+
+        def __call__(self, step):
+            return self.final
+
+    def ramp(step, final):
+        return final
+
+    texts = [str(training.GMP(partial(ramp, final=0.5)).describe()), str(training.GMP(Ramp(0.5)).describe())]
+    assert all("0x" not in text and "amp" in text and "0.5" in text for text in texts)
+    assert training.GMP(Ramp(0.5)).describe() != training.GMP(Ramp(0.7)).describe()
+    names = [f"{letter}.weight" for letter in "zyxwvutsabcdefg"]
+    described = training.Static(0.5, include={*names}, exclude={*names[:9]}).describe()
+    assert described == training.Static(0.5, include=sorted(names), exclude=sorted(names[:9])).describe()
+
+
 def test_a_state_of_another_algorithm_or_of_other_masks_is_refused():
     model = Mlp()
     sparsity, optimizer = started(model)
     run(model, optimizer, 4)
     state = copy.deepcopy(sparsity.state_dict())
+    with pytest.raises(ValueError, match="it has no 'algorithm': give what state_dict"):
+        sparsity.load_state_dict(model.state_dict())
     for other, match in (
         (started(Mlp(), ALGORITHMS["set"])[0], "make the algorithm with the options that the state was saved with"),
         (started(Mlp())[0], "2 masks of the model are not those of this state"),

@@ -232,6 +232,14 @@ def test_a_checkpoint_elsewhere_is_named(checkpoint, tmp_path):
     assert sparsity.step == 6
 
 
+def test_a_checkpoint_elsewhere_that_is_not_named_is_not_mistaken(checkpoint, tmp_path):
+    """For that of the same step of another run, which lies where this one writes to."""
+    trainer(tmp_path / "other", tiny_llama(initializer_range=0.1), ALGORITHMS["rigl"]()).train()
+    match = "Trainer has loaded another 'model.embed_tokens.weight' than that of '.*other/checkpoint-3': name the"
+    with pytest.raises(ValueError, match=match):
+        trainer(tmp_path / "other", tiny_llama(), ALGORITHMS["rigl"]()).train(str(checkpoint / "checkpoint-3"))
+
+
 def test_a_second_train_with_the_same_callback_goes_on(tmp_path):
     model, sparsity = tiny_llama(), ALGORITHMS["rigl"]()
     trained = trainer(tmp_path, model, sparsity)
