@@ -6,8 +6,9 @@ orders put weights that should stay into different groups of M (apex's ASP; RIA,
 belong together is not told by names: it is tried, and a block that hands on something else is put back as it was.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from operator import le
 from typing import Any, NamedTuple
@@ -78,18 +79,27 @@ def permute(block: BlockTask, inputs: Inputs, run: Run, undo: ExitStack) -> dict
     consumers = [replace(consumer, needs="square_sums") for consumer in by_name.values()]
     # of data in a forward_loop nobody knows which is the user's
     some = inputs if inputs.data.calls is None else inputs.only(users_first(inputs.data, PERMUTATION_ROWS))
-    sums = sum_up(consumers, some, run, share=False)
+    with _reached(inputs.block) as reached:
+        sums = sum_up(consumers, some, run, share=False)
     stats = {names[0]: summed for names, summed in sums if isinstance(summed, Stats)}  # experts are never consumers
 
     permuted: dict[str, str] = {}
     with forward_context(run):
         modules = [consumer.layer.owner for consumer in consumers]
-        dense = _put_out(modules, inputs) if inputs.calls else {}
+        # calls that together reach all modules that any of them reaches
+        shown = [number for number, of_call in enumerate(reached) if of_call.difference(*reached[:number])]
+        dense = {number: _put_out(modules, some, number) for number in shown}
+        silent = _silent(inputs.block, reached, run)
         for candidate in candidates:
             consumer = candidate.consumer
             names = (layer.name.removeprefix(block.name) for layer in (consumer.layer, *candidate.producers))
             kind = type(inputs.block), *names, candidate.heads
             if consumer.name in permuted or consumer.name not in stats or kind in run.fixed_orders:
+                continue
+            sizes = {consumer.shape[-1], *(layer.matrix(layer.values).shape[0] for layer in candidate.producers)}
+            if takers := [name for name, numbers in silent.items() if not numbers.isdisjoint(sizes)]:
+                problem = f"none of {PERMUTATION_ROWS} rows comes to {takers[0]!r}, which may take them"
+                run.report.notes.append(f"{consumer.name!r} keeps the order of its channels: {problem}")
                 continue
             pattern, square_sums = consumer.pattern, stats[consumer.name].with_dead_channels().square_sums
             assert isinstance(pattern, NM)
@@ -98,7 +108,7 @@ def permute(block: BlockTask, inputs: Inputs, run: Run, undo: ExitStack) -> dict
             before, after = (kept_fraction(x, pattern.n, pattern.m) for x in (score, score[:, moves[0][2]]))
             if not after > before:
                 continue
-            moved = _moved(moves, inputs, dense, run)
+            moved = _moved(moves, some, dense, run)
             if moved is False:
                 run.fixed_orders.add(kind)
             if moved:
@@ -181,51 +191,95 @@ def _moves(permutation: Permutation, score: Tensor, pattern: NM, processes: Proc
     return [(permutation.consumer.layer, 1, columns), *moves]
 
 
-def _put_out(modules: Sequence[nn.Module], inputs: AtBlock) -> dict[nn.Module, list[Tensor]]:
-    """What some modules of the block put out on the first batch, the block's own output, and behind that all other
-    tensors that it puts out or finds in its arguments, which later blocks may read: such as values that they share."""
-    others: list[Tensor] = []
+@contextmanager
+def _reached(block: nn.Module) -> Iterator[list[set[nn.Module]]]:
+    """Gather, while entered, the modules with parameters that each call of the block reaches."""
+    calls, reached = list[set[nn.Module]](), set[nn.Module]()
+    with ExitStack() as hooks:
+        hooks.enter_context(block.register_forward_pre_hook(lambda *_: reached.clear()))
+        for _, module in _with_parameters(block):
+            hooks.enter_context(module.register_forward_pre_hook(lambda module, _: reached.add(module)))
+        hooks.enter_context(block.register_forward_hook(lambda *_: calls.append({*reached})))
+        yield calls
 
-    def see(block: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        others[:] = map(dense_rows, flat_tensors((output, args, kwargs))[1:])
 
-    with inputs.block.register_forward_hook(see, with_kwargs=True):
-        *outputs, output = inputs.outputs_of([*modules, inputs.block], 0)
-    return {**{module: [x] for module, x in zip(modules, outputs)}, inputs.block: [output, *others]}
+def _with_parameters(block: nn.Module) -> list[tuple[str, nn.Module]]:
+    return [(name, module) for name, module in block.named_modules() if [*module.parameters(recurse=False)]]
 
 
-def _moved(moves: list[Move], inputs: AtBlock, dense: Mapping[nn.Module, Sequence[Tensor]], run: Run) -> bool | None:
-    """Reorder both sides, and say whether all that the block hands on stays the same on the first batch of all
-    processes; if not, everything is as before. ``dense``: what `_put_out` gave of it.
+def _silent(block: nn.Module, reached: Sequence[set[nn.Module]], run: Run) -> dict[str, set[int]]:
+    """Modules that no call of any process has reached -> the sizes of their parameters."""
+    local = {name for name, module in _with_parameters(block) if any(module in modules for modules in reached)}
+    names = set[str]().union(*run.processes.all_gather("the modules that calls reach", local))
+    silent = [(name, module) for name, module in _with_parameters(block) if name not in names]
+    return {name: {size for p in module.parameters(recurse=False) for size in p.shape} for name, module in silent}
 
-    Reordering the columns alone, which is the first move, has to change the output, else the batch does not reach the
-    layer and shows nothing: None.
+
+def _put_out(modules: Sequence[nn.Module], inputs: AtBlock, number: int) -> dict[nn.Module, list[Tensor]]:
+    """What some modules of the block, if the call reaches them, and the block put out in a call; of the block also all
+    other tensors that it puts out or finds in its arguments, which later blocks may read: such as values that they
+    share."""
+    outputs: dict[nn.Module, list[Tensor]] = {}
+
+    def see(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        tensors = flat_tensors((output, args, kwargs)) if module is inputs.block else flat_tensors(output)[:1]
+        outputs[module] = [*map(dense_rows, tensors)]
+
+    with ExitStack() as hooks:
+        for module in (*modules, inputs.block):
+            hooks.enter_context(module.register_forward_hook(see, with_kwargs=True))
+        inputs.outputs_of([inputs.block], number)
+    return outputs
+
+
+Shown = Mapping[int, Mapping[nn.Module, Sequence[Tensor]]]  # number of a call -> what `_put_out` gives of it
+
+
+def _moved(moves: list[Move], inputs: AtBlock, dense: Shown, run: Run) -> bool | None:
+    """Reorder both sides, and say whether all that the block hands on stays the same in the calls that ``dense`` has,
+    of all processes; if not, everything is as before.
+
+    Reordering the columns alone, which is the first move, has to change the output of a call, else it shows nothing.
+    None: no call shows anything.
     """
-    consumer = moves[0][0].owner
-
-    def changes() -> list[float]:
-        outputs = _put_out([consumer], inputs) if inputs.calls else {}
-        pairs = [pair for module, tensors in outputs.items() for pair in zip(tensors, dense[module])]
-        return [float((x.float() - y.float()).masked_fill(x == y, 0).norm()) for x, y in pairs]
-
-    before = [(values, values.clone()) for layer, dim, _ in moves for values in _reordered(layer, dim)]
+    consumer, before = moves[0][0].owner, [(x, x.clone()) for layer, dim, _ in moves for x in _reordered(layer, dim)]
     same: bool | None = False
     try:
         _reorder(moves[:1])
-        torn = changes()[:2]
+        torn = {number: _changes(consumer, inputs, number, dense) for number in dense}
         _reorder(moves[1:])
-        others = [float(x.float().norm()) for x in dense.get(inputs.block, ())[1:]]
-        exact = 1.0 if any(tensors[0].element_size() == 2 for tensors in dense.values()) else 0.1
-        bounds = [exact * share * x for share, x in zip((*SAME, *(SAME[0] for _ in others)), (*torn, *others))]
-        unchanged = all(map(le, changes(), bounds)) if all(torn) else None
-        # the first process that has a batch decides
-        verdicts = run.processes.all_gather("a permutation", (bool(inputs.calls), unchanged))
-        same = next(verdict for has_batch, verdict in verdicts if has_batch)
+        local = [_is_same(consumer, inputs, number, dense, changes) for number, changes in torn.items()]
+        verdicts = {verdict for of_one in run.processes.all_gather("a permutation", local) for verdict in of_one}
+        same = False not in verdicts and (True in verdicts or None)
     finally:
         if not same:  # or interrupted half way
             for values, old in before:
                 values.copy_(old)
     return same
+
+
+def _changes(consumer: nn.Module, inputs: AtBlock, number: int, dense: Shown) -> list[float]:
+    """How much of a call is other than in the dense block: the consumer's output, if the call reaches it, and all that
+    the block hands on. inf: it has another shape, as tokens that are routed otherwise give it."""
+    outputs = _put_out([consumer], inputs, number)
+    modules = [module for module in (consumer, inputs.block) if module in dense[number]]
+    pairs = [pair for module in modules for pair in zip(outputs.get(module, ()), dense[number][module])]
+    apart = [(x.float() - y.float()).masked_fill(x == y, 0) if x.shape == y.shape else None for x, y in pairs]
+    return [math.inf if x is None else float(x.norm()) for x in apart]
+
+
+def _is_same(consumer: nn.Module, inputs: AtBlock, number: int, dense: Shown, torn: Sequence[float]) -> bool | None:
+    """Whether a call is as it was, with both sides reordered; None where it shows nothing. ``torn``: its changes with
+    one side reordered."""
+    tensors = [x for module in (consumer, inputs.block) for x in dense[number].get(module, ())]
+    exact = 1.0 if any(x.element_size() == 2 for x in tensors) else 0.1
+    bounds = [exact * SAME[0] * float(x.float().norm()) for x in tensors]
+    if is_reached := consumer in dense[number]:
+        bounds[:2] = [exact * share * x for share, x in zip(SAME, torn)]
+    if is_reached and not all(torn[:2]):
+        return None
+    unchanged = math.isfinite(sum(torn)) and all(map(le, _changes(consumer, inputs, number, dense), bounds))
+    return unchanged and (is_reached or None)
 
 
 @torch.no_grad()

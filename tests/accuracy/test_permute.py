@@ -296,17 +296,55 @@ class SharingImaginary(SharingBeside):
     kind = SharesImaginary
 
 
+class TakenBeside(Block):
+    """Another layer takes the hidden channels of calls with ``rows`` rows."""
+
+    rows = 7
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = nn.Linear(32, 16)
+
+    def forward(self, x):
+        hidden = self.up(x).relu()
+        return x + self.down(hidden) + (self.more(hidden) if len(x) == self.rows else 0)
+
+
+class TakenByNone(TakenBeside):
+    rows = 99
+
+
+class Routed(nn.Module):
+    """Two experts in a list, between which a router chooses by what attention puts out. A batch may reach one alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.o, self.gate = nn.Linear(16, 16), nn.Linear(16, 2)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16)) for _ in range(2))
+
+    def forward(self, x):
+        x = x + self.o(x.cumsum(0))
+        best = self.gate(x).argmax(-1)
+        for number, expert in enumerate(self.experts):
+            if (best == number).any():
+                x = x.index_put((best == number,), x[best == number] + expert(x[best == number]))
+        return x
+
+
 def masked() -> nn.Module:
     return mts.sparsify(tiny_llama(), "magnitude", include=["*up_proj", "*o_proj"])
 
 
 ROWS = [torch.randn(32, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
+TWO = {"include": ["*up", "*down"]}
 STAY = {  # model, data, options
     "scaled": (lambda: nn.Sequential(Scaled(), Scaled()), ROWS, {}),
     "hardly scaled": (lambda: nn.Sequential(HardlyScaled(), HardlyScaled()), ROWS, {}),
     "written to what later blocks read": (Sharing, vectors(), {}),
     "put out beside the first tensor": (SharingBeside, vectors(), {}),
     "put out as imaginary parts": (SharingImaginary, vectors(), {}),
+    "taken by another layer in a later call": (lambda: Stacked(block=TakenBeside), vectors(), TWO),
+    "taken by another layer in no call": (lambda: Stacked(block=TakenByNone), vectors(), TWO),
     "not reached": (lambda: nn.Sequential(Unreached(), Unreached()), ROWS, {}),
     "makers that are left out of the plan": (tiny_llama, token_batches(), {"exclude": ["*gate_proj", "*v_proj"]}),
     "layers that carry masks": (masked, token_batches(), {}),
@@ -320,6 +358,17 @@ def test_what_would_compute_something_else_or_shows_nothing_stays(case):
     before = state_of(model)
     assert permuted_alone(model, data, **options) == []
     assert_same_state(model, before)
+
+
+def test_experts_in_a_list_are_permuted_one_by_one():
+    """Orders that would route tokens otherwise are not kept, and experts that the first batch leaves out are tried."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Routed(), Routed())
+    dense, batches = copy.deepcopy(model), [torch.randn(rows, 16) for rows in (1, 6, 9)]
+    names = permuted_alone(model, batches, min_tokens=1)
+    assert sorted(names) == [f"{block}.experts.{expert}.2" for block in (0, 1) for expert in (0, 1)]
+    x = torch.randn(64, 16)
+    torch.testing.assert_close(model(x), dense(x), rtol=1e-4, atol=1e-5)
 
 
 def test_a_block_of_which_nothing_was_solved_is_put_back():
