@@ -221,10 +221,6 @@ def what_needs_data(plan: Plan, config: SparsifyConfig) -> list[str]:
 
 def _check(model: nn.Module, plan: Plan, config: SparsifyConfig, storage: Storage) -> None:
     """Check what only a model with values can be asked, before any work."""
-    try:
-        torch.zeros(1, device=config.device or "cpu").cpu()
-    except (AssertionError, RuntimeError) as error:  # torch raises the former where it is built without the device
-        raise ValueError(f"device={str(config.device)!r} cannot be used here: {error}") from None
     if (shortage := tight(plan, config)) is not None:
         warnings.warn(shortage, stacklevel=2)
     names = {layer_plan.layer.parameter_name for layer_plan in plan.layers}
@@ -238,6 +234,10 @@ def _check(model: nn.Module, plan: Plan, config: SparsifyConfig, storage: Storag
     if (config.tunes or config.budget is not None) and any(x.is_inference() for x in model.parameters()):
         problem = "reconstruct, distill and budget need gradients: leave them out"
         raise ValueError(f"{problem}, or make the model outside of torch.inference_mode")
+    try:
+        torch.zeros(1, device=config.device or "cpu").cpu()
+    except (AssertionError, RuntimeError) as error:  # torch raises the former where it is built without the device
+        raise ValueError(f"device={str(config.device)!r} cannot be used here: {error}") from None
     for layer_plan in plan.layers:
         if is_sharded(layer_plan.layer.parameter):
             raise ValueError(

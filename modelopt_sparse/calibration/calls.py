@@ -354,15 +354,15 @@ class WholeModel:
     the methods of `AtBlock`. ``data`` is None where no method asks."""
 
     def __init__(self, data: CalibrationData | None) -> None:
-        self._data = data
+        self.data = data
 
     def on_device(self) -> AbstractContextManager[Any]:
         return nullcontext()
 
     def collect(self, layer_plans: Sequence[LayerPlan], see: See, begin: Begin, *, go_on: bool) -> None:
-        assert self._data is not None
-        hooks = input_hooks(layer_plans, self._data.run.plan.blocks, self._data.sides, see)
-        self._data.run_model(begin, hooks)
+        assert self.data is not None
+        hooks = input_hooks(layer_plans, self.data.run.plan.blocks, self.data.sides, see)
+        self.data.run_model(begin, hooks)
 
     def advance(self) -> None:
         """Do nothing: the next run of the whole model goes through the block as it is then."""

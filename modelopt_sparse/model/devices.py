@@ -161,15 +161,23 @@ def parts_within(value: Any, seen: dict[int, Any] | None = None) -> Iterator[tup
 
 @contextmanager
 def buffers_kept(model: nn.Module) -> Iterator[None]:
-    """Afterwards buffers hold what they held before, whatever forwards have written to them. Masks are left alone."""
-    before = [(x, version(x), x.detach().clone()) for x in model.buffers() if x.dtype != torch.bool and not x.is_meta]
+    """Afterwards buffers are the tensors that they were before, with the same values, whatever forwards have written to
+    them or put in their place. Masks are left alone, and what has become smaller."""
+    before = [
+        (module._buffers, name, x, x.detach().clone())
+        for module in model.modules()
+        for name, x in module._buffers.items()
+        if x is not None and not x.is_meta and not (x.dtype == torch.bool and hasattr(module, "masked_names"))
+    ]
     try:
         yield
     finally:
         with torch.no_grad():
-            for x, was, values in before:
-                if version(x) != was:
-                    x.copy_(values)
+            for buffers, name, x, values in before:
+                if buffers.get(name) is not None and buffers[name].shape == values.shape:
+                    buffers[name] = x if x.grad_fn is None else x.detach_()  # what was written to it had one
+                    if not torch.equal(x, values):
+                        x.copy_(values)
 
 
 def count_nonzero(x: Tensor) -> int:

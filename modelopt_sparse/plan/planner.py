@@ -163,9 +163,9 @@ def _decide(
 
     refuse_codes(model, layer.name, layer.parameter)
     columns = layer.columns(layer.parameter)
-    choices = tuple(choice for choice in choices if choice is None or not choice.misfit(columns))
+    choices = tuple(choice for choice in choices if choice is None or not _misfit(choice, columns, shape))
     pattern = next(filter(None, choices), pattern)  # until the budget decides
-    misfit = pattern.misfit(columns)
+    misfit = pattern.misfit(columns) if isinstance(layer_method, GivenMask) else _misfit(pattern, columns, shape)
     if not misfit and config.hardware_only and not takes_shape(shape)["asp"]:
         misfit = "shape is not a multiple of 8 x 16 (hardware_only)"
     if misfit and in_full:
@@ -173,6 +173,14 @@ def _decide(
     if not misfit and layer.is_other():
         return _unless_named(layer, layer.why_other, config)
     return misfit or (layer_method, pattern, options, choices)
+
+
+def _misfit(pattern: Pattern, columns: int, shape: tuple[int, ...]) -> str | None:
+    """Why matrices of a shape cannot take a pattern; None if they can. Those of depthwise convolutions are small."""
+    if reason := pattern.misfit(columns):
+        return reason
+    size = pattern.by_scope(torch.empty(shape, device="meta")).shape[-1]
+    return f"{pattern} leaves none of {size} weights" if pattern.zeros_in_scope(size) == size else None
 
 
 def _unless_named(layer: Layer, why: str, config: SparsifyConfig) -> str:

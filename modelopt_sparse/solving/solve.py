@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from modelopt_sparse.accuracy.permute import permute
 from modelopt_sparse.accuracy.reconstruct import dense_goals, reconstruct
 from modelopt_sparse.accuracy.tuning import TrainableMask
-from modelopt_sparse.calibration.calls import AtBlock
+from modelopt_sparse.calibration.calls import WholeModel
 from modelopt_sparse.calibration.dense import BlockTask
 from modelopt_sparse.calibration.stats import DeferredStats, SharedInput, collect
 from modelopt_sparse.methods.alps import DAMPING, Scaled, polish
@@ -293,7 +293,7 @@ def sparsify_block(block: BlockTask, run: Run) -> list[Callable[[], object]]:
     """
     inputs, config = block.inputs(), run.config
     dense_goes_on = config.sequential == "none" and bool(block.layer_plans)  # `collect` sends the dense outputs on
-    stays_dense = dense_goes_on and not isinstance(inputs, AtBlock)
+    stays_dense = dense_goes_on and isinstance(inputs, WholeModel) and inputs.data is not None
     masks: dict[nn.Parameter, Tensor] = {}
     movable: dict[nn.Parameter, TrainableMask] = {}
     later: list[Callable[[], object]] = []

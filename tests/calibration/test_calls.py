@@ -5,7 +5,7 @@ import inspect
 import re
 import traceback
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from types import SimpleNamespace
 from typing import Any
@@ -538,16 +538,34 @@ def test_layers_with_one_input_that_is_written_to_in_between_are_told_apart_in_i
     assert_calibrated(Inference(block=Writing), STACKED, vectors(), "block")
 
 
-def test_buffers_that_a_forward_writes_to_are_as_they_were():
-    class Counting(Stacked):
+BUFFERS: dict[str, Callable[[Any, Tensor], object]] = {  # what a forward does with its buffers
+    "counts": lambda model, x: model.count.add_(1),
+    "another tensor": lambda model, x: setattr(model, "mean", 0.9 * model.mean + x.mean()),
+    "data": lambda model, x: model.mean.data.copy_(x.mean()),
+    "a mean that has a gradient": lambda model, x: model.mean.copy_((x * model.head.weight.mean()).mean()),
+    "a bool": lambda model, x: model.seen.fill_(True),
+}
+
+
+@pytest.mark.parametrize("how", BUFFERS)
+@pytest.mark.parametrize("options", [OPTIONS, {"budget": "30% zeros", "progress": False}])
+def test_buffers_that_a_forward_writes_to_are_as_they_were(how, options):
+    """Also after data that is refused."""
+
+    class Writes(Stacked):
         def forward(self, x: Tensor) -> Tensor:
-            self.count += 1
+            BUFFERS[how](self, x)
             return super().forward(x)
 
-    model = Counting()
-    model.register_buffer("count", torch.zeros((), dtype=torch.long))
-    mts.sparsify(model, "wanda", data_loader=vectors(), **OPTIONS)
-    assert model.count == 0
+    for data in (vectors(), [*vectors(), torch.full((4, 16), torch.nan)]):
+        model = Writes()
+        for name, x in (("count", torch.tensor(0)), ("mean", torch.tensor(0.0)), ("seen", torch.tensor(False))):
+            model.register_buffer(name, x)
+        before = dict(model.named_buffers())
+        with nullcontext() if len(data) == 3 else pytest.raises(ValueError, match="NaN"):
+            mts.sparsify(model, "wanda", data_loader=data, **options)
+        assert all(model.get_buffer(name) is x and not x.any() for name, x in before.items())
+        assert not model.mean.requires_grad
 
 
 # loops that call parts of a model -------------------------------------------------------------------------------------

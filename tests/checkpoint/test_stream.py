@@ -117,6 +117,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # the model, t
     "t5 in shards": ("t5", WANDA, IN_SHARDS),
     "mixtral in shards": ("mixtral", WANDA, IN_SHARDS),
     "dense inputs": ("qwen", {**SPARSEGPT, "sequential": "none"}, {}),
+    "no data": ("qwen", {"method": "magnitude", "sequential": "none"}, {}),
     "stages": ("qwen", {**SPARSEGPT, "sequential": "stage"}, {}),
     "not enforced": ("qwen", {**WANDA, "pattern": "60%", "enforce": False}, {}),
     "polish": ("qwen", {"method": "alps", "reconstruct": 1, "polish": 2}, {}),

@@ -122,6 +122,10 @@ def of_all_kinds() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 8), nn.Conv1d(8, 8, 2), nn.Linear(8, 8), Conv1D(8, 8))
 
 
+def depthwise() -> nn.Module:
+    return nn.Sequential(nn.Conv1d(8, 8, 1, groups=8), nn.Conv1d(8, 8, 3, groups=8), nn.Conv1d(8, 8, 1))
+
+
 def misfits() -> nn.Module:
     return nn.Sequential(nn.Linear(10, 8), nn.Linear(8, 8), nn.Conv2d(6, 8, 2), nn.Conv2d(8, 8, 2, groups=4))
 
@@ -158,6 +162,7 @@ HARDWARE = "shape is not a multiple of 8 x 16 (hardware_only)"
 FIT = "{} input channels are not a multiple of 4, so 2:4 does not fit"
 LEFT_OUT = "not in include"
 DEFAULT_RULES = {"nn.Linear": {"*": {}, "*lm_head*": None}, "nn.Conv2d": {"*": {}, "*lm_head*": None}}
+NONE = "{} leaves none of 1 weights"
 NO_STACKS = ["mixed.0", "mixed.1.0", "mixed.1.1", "mixed.3", "stem.0", "stem.1"]
 SHARES = ["*.down_proj", "model.layers.0.self_attn.?_proj"]
 NO_SHARES = ["lm_head"] + [name for name in ALL if "down" not in name and not name.startswith("model.layers.0.self")]
@@ -193,6 +198,8 @@ PLANS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], dict[str, str]]]
     # though 6 x 2 x 2 is a multiple
     "no fit": (misfits, {}, {"0": FIT.format(10), "2": FIT.format(6), "3": FIT.format(2)}),
     "fits": (misfits, {"pattern": "50%"}, {}),
+    "would leave nothing": (depthwise, {"pattern": "60%"}, {"0": NONE.format("60% per matrix")}),
+    "would leave nothing of a row": (depthwise, {"pattern": "60% per row"}, {"0": NONE.format("60% per row")}),
     "hardware": (three, {"hardware_only": True}, {"1": HARDWARE, "2": HARDWARE}),
     "any hardware": (three, {}, {}),
     "include": (untied, {"include": SHARES}, EMBEDDING | dict.fromkeys(NO_SHARES, LEFT_OUT)),
