@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from operator import le
 from typing import Any, NamedTuple
 
@@ -35,6 +36,7 @@ from modelopt_sparse.run import Run
 # for all else that the block hands on the first of these, as a share of its own size
 SAME = (0.02, 0.25)
 
+IN_ORDER = "keeps the order of its channels"
 PERMUTATION_ROWS = 32  # of calibration data tell the size of channels well enough
 
 Move = tuple[Layer, int, Tensor]  # the dimension of a layer's matrix that is reordered (0: rows), and the new order
@@ -99,7 +101,9 @@ def permute(block: BlockTask, inputs: Inputs, run: Run, undo: ExitStack) -> dict
             sizes = {consumer.shape[-1], *(layer.matrix(layer.values).shape[0] for layer in candidate.producers)}
             if takers := [name for name, numbers in silent.items() if not numbers.isdisjoint(sizes)]:
                 problem = f"none of {PERMUTATION_ROWS} rows comes to {takers[0]!r}, which may take them"
-                run.report.notes.append(f"{consumer.name!r} keeps the order of its channels: {problem}")
+                if not any(IN_ORDER in note for note in run.report.notes):
+                    text = f"{consumer.name!r} {IN_ORDER}: {problem} (said once, of the first such layer)"
+                    run.report.notes.append(text)
                 continue
             pattern, square_sums = consumer.pattern, stats[consumer.name].with_dead_channels().square_sums
             assert isinstance(pattern, NM)
@@ -260,12 +264,13 @@ def _moved(moves: list[Move], inputs: AtBlock, dense: Shown, run: Run) -> bool |
 
 def _changes(consumer: nn.Module, inputs: AtBlock, number: int, dense: Shown) -> list[float]:
     """How much of a call is other than in the dense block: the consumer's output, if the call reaches it, and all that
-    the block hands on. inf: it has another shape, as tokens that are routed otherwise give it."""
+    the block hands on. inf: it has another shape, or is not there, where tokens are routed otherwise."""
     outputs = _put_out([consumer], inputs, number)
     modules = [module for module in (consumer, inputs.block) if module in dense[number]]
-    pairs = [pair for module in modules for pair in zip(outputs.get(module, ()), dense[number][module])]
-    apart = [(x.float() - y.float()).masked_fill(x == y, 0) if x.shape == y.shape else None for x, y in pairs]
-    return [math.inf if x is None else float(x.norm()) for x in apart]
+    pairs = [pair for module in modules for pair in zip_longest(outputs.get(module, ()), dense[number][module])]
+    alike = [x is not None and y is not None and x.shape == y.shape for x, y in pairs]
+    apart = ((x.float() - y.float()).masked_fill(x == y, 0) for (x, y), same in zip(pairs, alike) if same)
+    return [float(next(apart).norm()) if same else math.inf for same in alike]
 
 
 def _is_same(consumer: nn.Module, inputs: AtBlock, number: int, dense: Shown, torn: Sequence[float]) -> bool | None:

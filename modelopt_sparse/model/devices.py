@@ -174,7 +174,7 @@ def buffers_kept(model: nn.Module) -> Iterator[None]:
     finally:
         with torch.no_grad():
             for buffers, name, x, values in before:
-                if buffers.get(name) is not None and buffers[name].shape == values.shape:
+                if (now := buffers.get(name)) is not None and now.shape == values.shape:
                     buffers[name] = x if x.grad_fn is None else x.detach_()  # what was written to it had one
                     if not torch.equal(x, values):
                         x.copy_(values)

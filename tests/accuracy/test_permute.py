@@ -360,6 +360,12 @@ def test_what_would_compute_something_else_or_shows_nothing_stays(case):
     assert_same_state(model, before)
 
 
+def test_a_layer_that_no_row_comes_to_is_named():
+    model = mts.sparsify(Stacked(block=TakenByNone), "wanda", permute=True, data_loader=vectors(), min_tokens=1, **TWO)
+    (note,) = [note for note in mts.report(model).notes if "order of its channels" in note]
+    assert note.startswith("'blocks.0.down' keeps the order of its channels: none of 32 rows comes to 'more'")
+
+
 def test_experts_in_a_list_are_permuted_one_by_one():
     """Orders that would route tokens otherwise are not kept, and experts that the first batch leaves out are tried."""
     torch.manual_seed(0)
