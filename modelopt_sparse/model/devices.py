@@ -176,7 +176,7 @@ def buffers_kept(model: nn.Module) -> Iterator[None]:
             for buffers, name, x, values in before:
                 if (now := buffers.get(name)) is not None and now.shape == values.shape:
                     buffers[name] = x if x.grad_fn is None else x.detach_()  # what was written to it had one
-                    if not torch.equal(x, values):
+                    if not torch.equal(dense_rows(x), dense_rows(values)):
                         x.copy_(values)
 
 
