@@ -461,6 +461,10 @@ def test_nan_marks_pruned_places_and_inf_is_damage():
         (lambda: training.GMP([0.0, 0.5], pattern="2:4", init_method="random"), "leave init_method out"),
         (lambda: training.Static(0.5, include=3), "include=3: give globs"),
         *((lambda s=s: training.SET(0.5, seed=s), "seed=.*a whole number of at") for s in ("a", 1.5, -1, None, True)),
+        (
+            lambda: training.SET(0.5, drop_fraction=training.Cosine(0.3, 0)),
+            "half_period=0: must be a number in .0, inf",
+        ),
         (lambda: training.Group({"a": training.Group()}), "a Group in a Group"),
         (lambda: training.Group({"a": training.Static(0.5, include="b")}), "leave include out of its algorithms"),
         (lambda: training.Group(dict.fromkeys("ab", training.Static(0.5))), "'b': this Static is in the group already"),
@@ -469,6 +473,11 @@ def test_nan_marks_pruned_places_and_inf_is_damage():
 def test_wrong_options(build, match):
     with pytest.raises(ValueError, match=match):
         build()
+
+
+def test_a_group_is_a_mapping():
+    with pytest.raises(TypeError, match="Group takes a mapping of globs to algorithms, and this is a list"):
+        training.Group([("*", training.Static(0.5))])
 
 
 @pytest.mark.parametrize(
