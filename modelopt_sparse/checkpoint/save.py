@@ -346,8 +346,6 @@ def load(folder: str | Path, *, semi_structured: bool | Mapping[str, Any] = Fals
     remote = {key: options[key] for key in ("revision", "trust_remote_code") if key in options}
     architecture = model_class(AutoConfig.from_pretrained(path, **remote), path)
     model, info = loaded(architecture, path, weights, **options)
-    if (name := type(model).__name__) != description.model_class:
-        problems.append(f"it holds a {description.model_class}, and config.json says {name}")
     problems += unloaded(info)
     if options.get("dtype", options.get("torch_dtype")) in (None, "auto"):
         _keep_dtypes(model, path, weights)
