@@ -50,8 +50,9 @@ class SparsityCallback(TrainerCallback):
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         model = unwrapped(kwargs["model"])
-        if is_fully_sharded(model) or args.deepspeed:
-            raise ValueError("SparsityCallback serves no FSDP: write the loop yourself (docs/training.md)")
+        if is_fully_sharded(model) or args.deepspeed or hasattr(model, "peft_config"):
+            wrong = "SparsityCallback goes with checkpoints of whole models, unlike those of FSDP, DeepSpeed and PEFT"
+            raise ValueError(f"{wrong}: write the loop yourself (docs/training.md)")
         if state.global_step > 0:
             folder = self.resume_from or _checkpoint(args, state.global_step)
             _read_back(model, folder, resumes=True)

@@ -7,6 +7,7 @@ import warnings
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
@@ -222,6 +223,13 @@ def test_a_folder_of_another_step_stops(checkpoint):
     callback = training.SparsityCallback(ALGORITHMS["rigl"](), resume_from=checkpoint / "checkpoint-3")
     with pytest.raises(ValueError, match=r"checkpoint-3' holds masks of step 3, and weights of step 2"):
         resume(checkpoint, callback=callback)
+
+
+def test_checkpoints_that_hold_adapters_alone_are_refused_before_training(tmp_path):
+    model = get_peft_model(tiny_llama(), LoraConfig(r=2, target_modules=["q_proj"]))
+    with pytest.raises(ValueError, match="unlike those of FSDP, DeepSpeed and PEFT: write the loop yourself"):
+        trainer(tmp_path, model, ALGORITHMS["rigl"]()).train()
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_checkpoint_elsewhere_is_named(checkpoint, tmp_path):
