@@ -37,7 +37,8 @@ from modelopt_sparse.run import Run
 
 # the divergence before it, in nats, or in parts of the variance, from which on the whole learning rate is taken
 FULL_RATE_KL, FULL_RATE_SQUARED = 1.0, 0.1
-OF_THE_LOSS = ("labels", "shift_labels", "num_items_in_batch")  # arguments that only the model's own loss needs
+# arguments of the model's own loss, and of what its output is put into
+OF_THE_LOSS = ("labels", "shift_labels", "num_items_in_batch", "return_dict")
 
 
 @dataclass(frozen=True)
@@ -174,7 +175,9 @@ def distill_from(teacher: Teacher, run: Run) -> None:
     layers = [layer_plan.layer for layer_plan in run.plan.layers]
     masks = {layer.parameter: dict(named_masks(layer.owner)).get(layer.param) for layer in layers}
     outputs = outputs_of(run.plan.layers)
-    chosen = dict(tunable(model, model, masks, vectors=True))
+    # what the head holds, or a module around it adds to its logits, makes the dense model's predictions as well
+    stays = {p for part in model.modules() if teacher.head in {*part.modules()} for p in part.parameters(recurse=False)}
+    chosen = {p: mask for p, mask in tunable(model, model, masks, vectors=True) if p not in stays}
     batches = BatchNumbers.of_calls(teacher.data, one_of=HELD_BACK_FOR_OUTPUTS)
     measure = run.report.settings.get("divergence")
     began = time.perf_counter()

@@ -384,7 +384,7 @@ def tune(
                 best, best_epoch, best_values = error, epoch, weights.copy()
     finally:
         weights.write(best_values)
-    if not any(weight.adam.state.get(weight.values) for weight in weights.members):
+    if steps and not any(weight.adam.state.get(weight.values) for weight in weights.members):
         notes.append("no gradient reaches its weights")
     if (fraction := weights.moved(best_values, first)) is not None:
         notes.append(f"{fraction:.1%} of the places that are kept are others than those of the solution")

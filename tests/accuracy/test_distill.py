@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+import transformers as hf
 from torch import nn
 from transformers import Gemma2Config, Gemma2ForCausalLM, ViTConfig, ViTForImageClassification
 from transformers.modeling_outputs import CausalLMOutput
@@ -167,6 +168,24 @@ def test_labels_are_the_models_own_affair_and_a_rerun_has_the_same_bits():
     assert_same_state(sparsified(data_loader=batches), state_of(sparsified()))
 
 
+def masked_bert():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+    return hf.BertForMaskedLM(hf.BertConfig(vocab_size=97, **sizes)).eval()
+
+
+@pytest.mark.parametrize("build", [tiny_llama, masked_bert])
+def test_batches_that_ask_for_tuples(build):
+    batches = [{"input_ids": ids, "return_dict": False} for ids in token_batches(4)]
+    model = mts.sparsify(build(), "wanda", data_loader=batches, self_data="auto", distill=1, progress=False)
+    assert mts.report(model).distillation.kl_after > 0
+
+
+def test_one_row_alone_makes_no_step():
+    model = sparsified(tiny_llama(), data_loader=[token_batches(1)[0][:1]])
+    assert mts.report(model).distillation.notes == []
+
+
 def test_tokens_that_labels_call_padding_do_not_count():
     """Labels are left out of the calls, and still tell the padding of a decoder."""
     batches = pairs()
@@ -267,6 +286,24 @@ def test_the_teacher_predicts_what_the_dense_model_did(name):
             taught, sparse = (each.values.flatten(0, -2) for each in teacher.outputs(index))
             torch.testing.assert_close(taught, logits_of(dense, **batch))
             torch.testing.assert_close(sparse, logits_of(changed, **batch))
+
+
+@pytest.mark.parametrize("kind", ["Bert", "Esm"])  # their heads' bias is another module's as well, or its alone
+def test_what_makes_the_dense_models_predictions_as_well_stays(kind):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    sizes |= {"vocab_size": 97, "initializer_range": 0.3, "pad_token_id": 1}
+    model = getattr(hf, f"{kind}ForMaskedLM")(getattr(hf, f"{kind}Config")(**sizes)).eval()
+    bias = model.cls.predictions.bias if kind == "Bert" else model.lm_head.bias
+    bias.data.normal_()
+    dense, before, batches = copy.deepcopy(model), bias.clone(), token_batches(16)
+    options = {"distill": {"epochs": 3, "learning_rate": 0.5}, "progress": False}
+    mts.sparsify(model, "wanda", data_loader=batches, **options)
+    assert torch.equal(bias, before)
+    assert any(not torch.equal(a, b) for a, b in zip(model.parameters(), dense.parameters()) if a.dim() == 1)
+    (judges,) = [torch.cat(helpers.judging_outputs(in_steps(batches)))]
+    kl = mean_kl(logits_of(dense, input_ids=judges), logits_of(model, input_ids=judges))
+    assert mts.report(model).distillation.kl_after == pytest.approx(float(kl), rel=1e-4)
 
 
 @pytest.mark.parametrize("name", CLOSER)

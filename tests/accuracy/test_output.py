@@ -14,7 +14,7 @@ import modelopt_sparse as mts
 from modelopt_sparse.accuracy.fisher import gradients_of
 from modelopt_sparse.model.output import Output, OutputError, relative
 from modelopt_sparse.run import calibrating
-from tests.helpers import calibrated_run, in_steps, judging_outputs, refused, tiny_llama
+from tests.helpers import calibrated_run, in_steps, judging_outputs, refused, tiny_llama, token_batches
 
 pytestmark = pytest.mark.core
 WIDTH = 32  # of hidden states, and tokens of a window: a pooled output has the shape of a token mask
@@ -229,6 +229,18 @@ def test_logits_that_are_no_classes(problem):
     terms = p.sigmoid() * (p.sigmoid() / q.sigmoid()).log() + (-p).sigmoid() * ((-p).sigmoid() / (-q).sigmoid()).log()
     assert evaluation.kl == pytest.approx(float(terms.mean()), rel=1e-4)
     assert evaluation.divergence == "bernoulli"
+
+
+def test_calls_with_labels_leave_the_config_as_it_was():
+    """transformers' loss writes there what kind of problem the labels are."""
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = BertForSequenceClassification(BertConfig(**sizes, vocab_size=97, num_labels=3)).eval()
+    before, labels = model.config.to_dict(), torch.eye(3)[[0, 1]]
+    batches = [{"input_ids": ids, "labels": labels} for ids in token_batches(2)]
+    mts.sparsify(model, "wanda", data_loader=batches, progress=False)
+    assert model.config.to_dict() == before
+    model(**batches[0])
+    assert model.config.to_dict() != before
 
 
 # the meaning of gradients -------------------------------------------------------------------------------------------
