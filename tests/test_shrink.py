@@ -12,7 +12,15 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Trainer, TrainingArguments
+from transformers import (
+    Gemma3nForCausalLM,
+    Gemma3nTextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Trainer,
+    TrainingArguments,
+)
 
 import modelopt_sparse as mts
 from modelopt_sparse.calibration.calls import AtBlock
@@ -24,11 +32,12 @@ from modelopt_sparse.methods.scores import Magnitude
 from modelopt_sparse.plan.options import SparsifyConfig
 from modelopt_sparse.plan.planner import plan_for
 from modelopt_sparse.shrinking import shrink as smaller
+from modelopt_sparse.shrinking.cutting import Cutting
 from modelopt_sparse.shrinking.importance import _Seen
 from modelopt_sparse.shrinking.least_squares import gram_scores, least_squares
 from modelopt_sparse.shrinking.plan import HINTS, STALE
-from modelopt_sparse.shrinking.resize import WIDTHS, spans, twin_of
-from modelopt_sparse.shrinking.sizes import COUNTED, ShrinkRequest, costs, decided
+from modelopt_sparse.shrinking.resize import WIDTHS, BlockCount, spans, twin_of
+from modelopt_sparse.shrinking.sizes import COUNTED, ShrinkRequest, TargetSizes, costs, decided
 from tests.helpers import (
     assert_same_state,
     correlated_inputs,
@@ -181,12 +190,33 @@ REFUSED = {
     "kept of another": ({"kept": {"mlp": {"model.layers.0.mlp.up": [1]}}}, "of its 0 channels"),
     "kept twice": ({"kept": {"mlp": {"model.layers.0.mlp.down_proj": [1, 1]}}}, "each once"),
     "kept of nothing": ({"kept": {"heads": {}}}, "kept= takes"),
+    "kept that is no mapping": ({"kept": {"mlp": 3}}, "kept= takes report.shrunk"),
+    "kept that is no list": ({"kept": {"blocks": {"model.layers": 3}}}, "ascending indices of its 4 blocks"),
+    "kept is all": ({"kept": {"blocks": {"model.layers": [0, 1, 2, 3]}}}, "kept= takes nothing away: give mlp=0.25"),
+    "to nothing": ({"to": {}}, "to= takes nothing away: give mlp=0.25"),
+    "to a name": ({"to": "abc"}, "to='abc': give a mapping of the config's names to sizes"),
     "kept blocks twice": ({"kept": {"blocks": {"model.layers": [0, 1, 1]}}}, "ascending indices of its 4 blocks"),
     "kept blocks that are not there": ({"kept": {"blocks": {"model.layers": [0, 1, 9]}}}, "of its 4 blocks"),
 }
 
 
+def numbered_experts() -> Any:
+    model = shrinkable("Qwen3Moe")
+    model.model.layers[0].mlp.gate.register_forward_pre_hook(lambda gate, _: gate.weight[3] is None or None)
+    return model
+
+
 MODELS = {
+    "a block by its number": (
+        lambda: shrinkable("NumberedLlama"),
+        {"blocks": 1},
+        "this NumberedLlama cannot be called with fewer blocks: index 3 is out of range",
+    ),
+    "an expert by its number": (
+        numbered_experts,
+        {"experts": 1},
+        "this Qwen3MoeForCausalLM cannot be called with fewer experts: index 3 is out of bounds",
+    ),
     "places": (lambda: shrinkable("ScaledByPlace"), {"blocks": [1]}, "depend on their index"),
     "near places": (lambda: shrinkable("ScaledByPlace"), {"blocks": [2]}, "depend on their index"),
     "norm": (lambda: shrinkable("NormedLlama"), {"mlp": 0.25}, "not of channels between two linear layers"),
@@ -386,6 +416,38 @@ def test_a_repair_that_breaks_off_leaves_a_whole_smaller_model(monkeypatch, tmp_
     assert "stopped by KeyboardInterrupt" in str(mts.report(model))
     assert_same_state(model, state_of(plain))
     assert output(reloaded(model, tmp_path), {"input_ids": LOADER["data_loader"][0]}).isfinite().all()
+
+
+@pytest.mark.parametrize("place", [(smaller, "costs"), (TargetSizes, "narrow"), (BlockCount, "drop", 2)])
+def test_a_stop_at_the_end_leaves_a_whole_smaller_model(monkeypatch, tmp_path, place):
+    """While the last of it is cut, or counted."""
+    model, options = llama(), {"mlp": 0.25, "blocks": [1], **LOADER, "progress": False}
+    everything, plain = Cutting.everything, mts.shrink(llama(), **options)
+
+    def stopped(cutting: Cutting, whole: Any) -> None:
+        if whole is not model or "the end" in seen:
+            return everything(cutting, whole)
+        seen.append("the end")
+        with interrupted(*place):
+            everything(cutting, whole)
+            smaller.costs(whole)
+        raise KeyboardInterrupt
+
+    seen: list[str] = []
+    monkeypatch.setattr(Cutting, "everything", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        mts.shrink(model, **options)
+    assert "stopped by KeyboardInterrupt" in str(mts.report(model))
+    assert_same_state(model, state_of(plain))
+    assert output(reloaded(model, tmp_path), {"input_ids": LOADER["data_loader"][0]}).isfinite().all()
+
+
+def test_a_width_of_another_name_is_the_mlps_where_nothing_is_wider():
+    with torch.device("meta"):
+        sizes = {"num_hidden_layers": 20, "vocab_size": 128, "vocab_size_per_layer_input": 128}
+        model = Gemma3nForCausalLM(Gemma3nTextConfig(**sizes))
+    with pytest.raises(ValueError, match="has no width that all of its MLPs share"):
+        mts.plan_shrink(model, mlp=0.25)
 
 
 def test_repair_tunes_all_matrices_and_helps():

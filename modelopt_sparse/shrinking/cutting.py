@@ -157,8 +157,9 @@ class Cutting:
             try:
                 with replace(self, choices=fewer).in_calls(model):
                     data.output_of(0)
-            except (RuntimeError, IndexError) as error:
-                raise ValueError(f"this {type(model).__name__} cannot be called with fewer experts: {error}") from error
+            except ValueError as error:  # which names the batch
+                problem = f"this {type(model).__name__} cannot be called with fewer experts"
+                raise ValueError(f"{problem}: {error.__cause__ or error}") from error
             # not of what fewer experts change, which is as little as rounding in bfloat16 where one of many goes
             changed, wrong = (reordered(order) - dense for order in (permute_experts, swap_outputs_only))
             differs = not float(changed.norm()) <= rounding(data.run) * float(wrong.norm())
@@ -203,7 +204,11 @@ class Cutting:
                 small = clone(model)
                 self.everything(small)
                 run = replace(data.run, model=small, plan=plan_for(small, Magnitude(), data.run.config))
-                narrow = first_output(replace(data, run=run))
+                try:
+                    narrow = first_output(replace(data, run=run))
+                except ValueError as error:
+                    problem = f"this {type(model).__name__} cannot be called with fewer blocks"
+                    raise ValueError(f"{problem}: {error.__cause__ or error}") from error
             zeros = called_with({choice.group.consumer: choice.with_zeros for choice in self.chosen})
             with skipped(model, self.gone), zeros:
                 wanted = first_output(data)
@@ -232,12 +237,14 @@ class Cutting:
 
     def everything(self, model: Any) -> None:
         """Cut what is not cut yet, which needs no data, and write the config."""
-        dense, twin = clone(self.dense), self.sizes.narrow(model, self.stay)
-        for name in sorted(self.choices):
-            self.block(model.get_submodule(name), name)
-        if self.sizes.depth is not None and self.stay is not None:
+        dense, twin = clone(self.dense), self.sizes.narrow(self.dense, self.stay)
+        depth, stay = self.sizes.depth, self.stay or ()
+        if depth is None or len(model.get_submodule(depth.stack)) > len(stay):  # else its blocks have been cut
+            for name in sorted(self.choices):
+                self.block(model.get_submodule(name), name)
+        if depth is not None and stay:
             for whole in (model, dense):
-                self.sizes.depth.drop(whole, self.stay)
+                depth.drop(whole, stay)
         resize_module(model, dense, twin, {})
         for name in self.sizes.experts:
             write_aliases(model.config, name)

@@ -295,7 +295,9 @@ def find_width(model: PreTrainedModel, blocks: Blocks, new_of: Callable[[int], i
                 raise ValueError(f"block {block!r} does not depend on it")
         return new_of(old)
 
-    candidates = ((name, old) for name, size in numbers.items() for old in columns if size in (None, old))
+    # a number of another name may be any width: it counts where no layer has more columns
+    widest = {name: columns if name.rpartition(".")[2] in WIDTHS else {max(columns)} for name in numbers}
+    candidates = ((name, old) for name, size in numbers.items() for old in widest[name] if size in (None, old))
     problem = f"this {type(model).__name__} has no width that all of its MLPs share"
     return _first(candidates, fits, problem, "no number in its config is one (such as 4 x hidden_size, always)")
 
@@ -451,5 +453,5 @@ class BlockCount:
         """Take the other blocks out of a model."""
         blocks: Any = model.get_submodule(self.stack)
         for index in range(len(blocks) - 1, -1, -1):
-            if index not in stay:
+            if index not in stay and len(blocks) > len(stay):  # else this has been done
                 del blocks[index]

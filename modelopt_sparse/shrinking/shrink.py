@@ -173,13 +173,13 @@ def _shrink(data: CalibrationData, sizes: TargetSizes, request: ShrinkRequest) -
     try:
         with run.part("blocks"):
             _repair(cutting, data)
+        _complete(cutting, run, shrunk, before)
     except BaseException as error:
         if run.storage.resident:  # else another run goes on
             done = f"{len(report.blocks)} blocks repaired"
             report.notes.append(f"stopped by {type(error).__name__}: it is smaller, with {done}")
             _complete(cutting, run, shrunk, before)
         raise
-    _complete(cutting, run, shrunk, before)
     run = replace(run, plan=plan_for(model, Magnitude(), run.config))
     if run.config.reconstruct is not None:
         judge.measure("reconstructed", shrunk)
@@ -233,7 +233,7 @@ def _note(choice: Choice, shrunk: Shrunk, report: Report) -> None:
 
 
 def _complete(cutting: Cutting, run: Run, shrunk: Shrunk, before: Mapping[str, int]) -> None:
-    """Cut the rest, which needs no data, and leave the report."""
+    """Cut the rest, which needs no data, and leave the report. After a stop within it is called once more."""
     model: Any = run.model
     cutting.everything(model)
     both = {name: [before[name], new] for name, new in costs(model).items()}

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -171,8 +171,12 @@ def _sizes_for(model: PreTrainedModel, planned: Plan, request: ShrinkRequest) ->
     if request.blocks is not None:
         stacks = [stack for stack in planned.stacks if request.kept is None or stack.name in request.kept["blocks"]]
         sizes = replace(sizes, **_blocks(model, stacks, request.blocks))
+    if not isinstance(request.to or {}, Mapping):
+        raise TypeError(f"to={request.to!r}: give a mapping of the config's names to sizes")
     for name, size in (request.to or {}).items():
         sizes = _with_size(model, planned, sizes, model.config.attribute_map.get(name, name), size)
+    if not sizes.changes:
+        raise ValueError(f"{passed[0]}= takes nothing away: give {WAYS}")
     for name, (_, new) in sizes.width.items():
         if new % request.tensor_parallel:
             raise ValueError(f"{name}={new} does not divide by tensor_parallel={request.tensor_parallel}: give a share")
@@ -306,7 +310,8 @@ def kept_in(kept: Any) -> Mapping[str, Any]:
     choice = kept.kept if isinstance(kept, Shrunk) else kept.get("kept", kept) if isinstance(kept, Mapping) else None
     if choice and all(isinstance(stay, (list, tuple)) for stay in choice.values()):
         choice = {"experts": choice}
-    if not choice or choice.keys() - {"mlp", "experts", "blocks"}:
+    known = {"mlp", "experts", "blocks"}
+    if not choice or choice.keys() - known or not all(isinstance(stay, Mapping) for stay in choice.values()):
         raise ValueError("kept= takes report.shrunk, that section of sparsity.json, or mixtures and their experts")
     return choice
 
@@ -332,7 +337,7 @@ def _sizes_of(choice: Mapping[str, Any], planned: Plan) -> dict[str, Any]:
 
 def _gone(name: str, stay: Sequence[int], old: int, unit: str) -> list[int]:
     """The indices that go where these ``stay`` of ``old`` ones."""
-    if sorted(set(stay)) != list(stay) or not set(stay) <= set(range(old)):
+    if not isinstance(stay, Iterable) or sorted(set(stay)) != list(stay) or not set(stay) <= set(range(old)):
         raise ValueError(f"kept= of {name!r}: give ascending indices of its {old} {unit}, each once")
     return [index for index in range(old) if index not in stay]
 

@@ -195,5 +195,13 @@ class CountingLlama(LlamaForCausalLM):
             layer.mlp.register_forward_pre_hook(lambda module, args: ran.append(1) or (args[0] * len(ran) ** -0.1,))
 
 
-KINDS = InterleavedLlama, SplitLlama, ScaledByPlace, NormedLlama, SoftmaxLlama, CountingLlama
+class NumberedLlama(LlamaForCausalLM):
+    """It asks for its last block by number."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.model.layers[3]
+        return super().forward(*args, **kwargs)
+
+
+KINDS = InterleavedLlama, SplitLlama, ScaledByPlace, NormedLlama, SoftmaxLlama, CountingLlama, NumberedLlama
 ODD = {kind.__name__: kind for kind in KINDS}
