@@ -126,14 +126,16 @@ def calibrating(model: nn.Module) -> Iterator[None]:
 def _caches_off(model: nn.Module) -> Iterator[None]:
     """While entered, no config of the model asks for a cache."""
     configs = {id(c): c for module in model.modules() if (c := getattr(module, "config", None)) is not None}
-    before = [(c, c.use_cache) for c in configs.values() if isinstance(getattr(c, "use_cache", None), bool)]
+    names = ("use_cache", "problem_type")  # the latter is set by a call with labels
+    before = [(c, name, getattr(c, name)) for c in configs.values() for name in names if hasattr(c, name)]
     try:
-        for config, _ in before:
-            config.use_cache = False
+        for config, name, value in before:
+            if value is True:
+                setattr(config, name, False)
         yield
     finally:
-        for config, value in before:
-            config.use_cache = value
+        for config, name, value in before:
+            setattr(config, name, value)
 
 
 # how far a run is -----------------------------------------------------------------------------------------------------

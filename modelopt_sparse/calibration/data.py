@@ -354,7 +354,7 @@ def documents_of(data: Any, split: str = "train") -> Iterable[Any]:
     A `.txt` file is one text, a `.jsonl` file has one in each line, a data set one in each row of its column `text`, or
     `messages`, or of its only column.
     """
-    if isinstance(data, Path) and data.is_file() and data.suffix not in TABLES:
+    if isinstance(data, Path) and data.is_file() and data.suffix.lower() not in TABLES:
         return _in_file(data)
     if isinstance(data, (str, Path)):
         data = open_dataset(data, split)
@@ -371,7 +371,7 @@ def _document(row: Any) -> Any:
     if not isinstance(row, str) and not _is_chat(row):
         problem = f"data is strings or chats (lists of messages with a role), and no {type(row).__name__}"
         raise TypeError(f"{problem}: give token tensors as data_loader, and images with processor=")
-    return row
+    return row.encode(errors="replace").decode() if isinstance(row, str) else row  # halves of emojis
 
 
 def is_stream(data: Any) -> bool:
@@ -384,7 +384,7 @@ def open_dataset(data: str | Path, split: str = "train") -> Any:
 
     ``split``: of a name that says none. Raises ValueError if it cannot be loaded.
     """
-    table = isinstance(data, Path) and data.is_file() and data.suffix in TABLES
+    table = isinstance(data, Path) and data.is_file() and data.suffix.lower() in TABLES
     saved = isinstance(data, Path) and (data / "state.json").is_file()  # by the library datasets
     if isinstance(data, Path) and not table:
         kinds = [] if saved else sorted({file.suffix for file in data.glob("*")} & {*FILE_KINDS})
@@ -394,7 +394,7 @@ def open_dataset(data: str | Path, split: str = "train") -> Any:
             allowed = "a .txt or .jsonl file, a table (.csv, .parquet, .json), or a folder with a data set"
             raise ValueError(f"data {str(data)!r} is not a file: give {allowed}")
     try:
-        from datasets import load_dataset, load_from_disk  # an extra: only when a data set is read
+        from datasets import exceptions, load_dataset, load_from_disk  # an extra: only when a data set is read
     except ImportError:
         raise ValueError(f"data {str(data)!r}: {MISSING}") from None
     name, config, part = [*str(data).split(":", 2), "", ""][:3] if isinstance(data, str) else (str(data), "", "")
@@ -402,12 +402,12 @@ def open_dataset(data: str | Path, split: str = "train") -> Any:
         if name == WIKITEXT2:
             return ["\n\n".join(load_dataset("Salesforce/wikitext", "wikitext-2-raw-v1", split=part or split)["text"])]
         if table:
-            return load_dataset(Path(data).suffix[1:], data_files=str(data), split="train")
+            return load_dataset(Path(data).suffix[1:].lower(), data_files=str(data), split="train")
         if saved:
             return load_from_disk(str(data))
         return load_dataset(name, config or None, split=part or split)
-    except (OSError, ValueError, RuntimeError) as error:
-        raise ValueError(f"data {str(data)!r} cannot be loaded as a data set: {error}") from None
+    except (OSError, ValueError, RuntimeError, exceptions.DatasetsError) as error:
+        raise ValueError(f"data {str(data)!r} cannot be loaded as a data set: {error.__cause__ or error}") from None
 
 
 def is_dataset(data: Any) -> bool:
@@ -460,7 +460,7 @@ def _in_file(path: Path) -> list[Any]:
         text = path.read_text(encoding="utf-8-sig")  # without the mark of some editors
     except UnicodeDecodeError as error:
         raise ValueError(f"data {str(path)!r} is no text in UTF-8 (byte {error.start}): give a .txt file") from None
-    if path.suffix != ".jsonl":
+    if path.suffix.lower() != ".jsonl":
         return [text]
     rows = []
     for number, line in enumerate(text.split("\n"), start=1):  # JSON may hold what else `splitlines` breaks at
@@ -474,7 +474,7 @@ def _in_file(path: Path) -> list[Any]:
         if not isinstance(content, str) and not _is_chat(content):
             wanted = 'a JSON object with a "text" key that holds a string, or a "messages" key that holds a chat'
             raise ValueError(f"{str(path)!r} line {number}: every line must be {wanted}")
-        rows.append(content)
+        rows.append(_document(content))
     return rows
 
 
@@ -485,7 +485,11 @@ def _is_chat(row: Any) -> bool:
 def _chat_text(chat: Sequence[Mapping[str, Any]], tokenizer: Any, **options: bool) -> str:
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError("data holds chats, and the tokenizer has no chat template: give that of the chat model")
-    return tokenizer.apply_chat_template(_without_nones(chat), tokenize=False, **options)
+    try:
+        return tokenizer.apply_chat_template(_without_nones(chat), tokenize=False, **options)
+    except Exception as error:  # of the template
+        roles = first_few([str(turn["role"]) for turn in chat])
+        raise ValueError(f"the chat template does not take a chat of {roles}: {error}: leave such chats out") from error
 
 
 def _without_nones(chat: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

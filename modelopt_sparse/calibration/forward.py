@@ -379,7 +379,7 @@ def _written(run: Run, write: Callable[[], list[Call]]) -> list[Call]:
     began = time.perf_counter()
     with forward_context(run):
         calls = write()
-    seconds, rows = time.perf_counter() - began, token_rows(calls)
+    seconds, rows = time.perf_counter() - began, token_rows(run.model, calls)
     run.report.notes.append(f"the dense model wrote {len(rows)} windows of text itself, in {seconds:.0f} s")
     if problem := monotonous(rows):
         warnings.warn(problem, stacklevel=2)

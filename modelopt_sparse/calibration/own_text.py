@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from modelopt_sparse.calibration.data import Call, batch_rows, chat_prompts, is_label, text_windows
+from modelopt_sparse.calibration.padding import PaddingOfCall
 from modelopt_sparse.checks import check_whole, grouped
 from modelopt_sparse.distributed import Processes
 from modelopt_sparse.model.devices import flat_tensors, input_device, is_out_of_memory, map_tensors
@@ -142,7 +143,7 @@ def rewritten(model: nn.Module, calls: Sequence[Call], count: int, seed: int, pr
     Text i depends on (seed, i), as those of `write_windows`.
     """
     device = input_device(model)
-    pool = torch.cat(token_rows(calls)).to(device)
+    pool = torch.cat(token_rows(model, calls)).to(device)
     sources = _in_turn(calls, count)
 
     def drawn_anew(number: int) -> Tensor:
@@ -152,13 +153,14 @@ def rewritten(model: nn.Module, calls: Sequence[Call], count: int, seed: int, pr
         for text in range(first, first + len(ids)):
             random = torch.Generator().manual_seed((seed * 1_000_003 + text) % 2**63)
             randoms.append(torch.rand(ids.shape[1], SWEEPS, 3, generator=random, dtype=torch.float64, device="cpu"))
-        mask = kwargs.get("attention_mask")
-        place = (torch.ones_like(ids) if mask is None else mask.bool()).cumsum(-1)
+        real = real_tokens(model, call)
+        place = (torch.ones_like(ids) if real is None else real.to(device)).cumsum(-1)
         inside = (place > 1) & (place < place[:, -1:])
         for chances, places, uniforms in torch.stack(randoms).to(device).permute(2, 3, 0, 1):
             chosen = inside & (chances < SHARE)
-            ids[chosen] = pool[(places[chosen] * len(pool)).long()]
-            ids[chosen] = drawn(_asked(model, *args, **kwargs).logits[chosen], uniforms[chosen])
+            ids[chosen] = pool[(places[chosen] * len(pool)).long()].to(ids.dtype)
+            logits = _asked(model, *args, **{**kwargs, "return_dict": True}).logits
+            ids[chosen] = drawn(logits[chosen], uniforms[chosen]).to(ids.dtype)
         return ids.cpu()
 
     written = processes.dealt_out("text that the model writes", drawn_anew, range(len(sources)))
@@ -302,7 +304,7 @@ def own_calls(
     refuse_to_write(model, f"self_data={config.self_data}", adds=True)
     windows = config.self_data
     if isinstance(windows, str):
-        windows = OWN_WINDOWS[windows] * len(token_rows(calls))
+        windows = OWN_WINDOWS[windows] * len(token_rows(model, calls))
     if not writes_text(model):
         return rewritten(model, calls[: len(calls) - held_back] or calls, windows, config.seed, processes)
     prompts, length = _prompts(calls, held_back, config, model)
@@ -316,9 +318,9 @@ def own_calls(
 def _prompts(calls: Sequence[Call], held_back: int, config: SparsifyConfig, model: nn.Module) -> tuple[Prompts, int]:
     """Choose what texts begin with, and the most tokens they may have: the user's chats up to the model's turn, or else
     cuts of the user's tokens; not of what the last ``held_back`` calls judge by."""
-    rows = token_rows(calls)
+    rows = token_rows(model, calls)
     length = max(map(len, rows))
-    judges = len(token_rows(calls[len(calls) - held_back :])) if held_back else 0
+    judges = len(token_rows(model, calls[len(calls) - held_back :])) if held_back else 0
     if config.holds_text and not config.writes_its_data and (turns := chat_prompts(config, model, len(rows), judges)):
         short = [turn for turn in turns if len(turn) <= length * 3 // 4]
         if not short:
@@ -380,13 +382,21 @@ def refuse_to_write(model: nn.Module, request: str, *, adds: bool = False) -> No
         raise ValueError(f"{request}: a {type(model).__name__} is no {kind} language model: give more calibration data")
 
 
-def token_rows(calls: Sequence[Call]) -> list[Tensor]:
+def token_rows(model: nn.Module, calls: Sequence[Call]) -> list[Tensor]:
     """The user's token rows, padding left out. Raises ValueError if a batch holds no token ids."""
     rows = []
     for call in calls:
-        ids, mask = call_tokens(call), call.kwargs.get("attention_mask")
-        rows += list(ids) if mask is None else [row[row_mask.bool()] for row, row_mask in zip(ids, mask)]
+        ids, real = call_tokens(call), real_tokens(model, call)
+        rows += list(ids) if real is None else [row[row_real] for row, row_real in zip(ids, real)]
     return rows
+
+
+def real_tokens(model: nn.Module, call: Call) -> Tensor | None:
+    """Which tokens of a batch are no padding [rows, tokens]; None: all, or its mask does not say so."""
+    masks = PaddingOfCall(model)
+    masks.tell(model, call.args, call.kwargs)
+    real = masks.told.get((model, "decoder"))
+    return real if isinstance(real, Tensor) else None
 
 
 def call_tokens(call: Call) -> Tensor:

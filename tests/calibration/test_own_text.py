@@ -137,6 +137,25 @@ def test_rows_of_a_masked_model_are_drawn_anew_token_by_token():
     assert not torch.equal(texts[0], texts[6]), "the second time a row is another one"
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("build", [tiny_llama, masked_bert])
+def test_padding_is_found_where_the_model_takes_its_mask(build):
+    """By keyword or by place; ids may be of 32 bits, and outputs tuples."""
+    model, texts = build().eval(), {}
+    ids, mask = torch.stack(ROWS[:6]), torch.ones(6, LENGTH, dtype=torch.long)
+    mask[:, :5], ids[:, :5] = 0, 96
+    named = Call((), {"input_ids": ids, "attention_mask": mask})
+    tuples = Call((), {**named.kwargs, "input_ids": ids.int(), "return_dict": False})
+    for name, call in {"named": named, "placed": Call((ids, mask), {}), "tuples": tuples}.items():
+        config = mts.SparsifyConfig(data_loader=[], self_data=6)
+        own = own_calls(model, [call], 0, config, Processes())
+        texts[name] = torch.cat([own_text.call_tokens(x) for x in own])
+        assert len(own_text.token_rows(model, [call])[0]) == LENGTH - 5
+    assert torch.equal(texts["named"], texts["placed"])
+    assert torch.equal(texts["named"], texts["tuples"])
+    assert build is tiny_llama or (texts["tuples"].dtype, texts["named"].dtype) == (torch.int32, torch.long)
+
+
 def joined_slowly(rows, number, seed):
     """Row ``number``, of which each has two lists of tokens: the beginning of one row, and the end of another."""
     own = rows[number % len(rows)]
@@ -466,7 +485,7 @@ def test_answers_are_what_the_model_says_to_the_users_chats(chatting):
     judge = int(windows[-2]) * 64  # where the last batch of two windows begins
     free = [prompt for i, prompt in enumerate(prompts) if sum(sizes[: i + 1]) <= judge and len(prompt) <= 48]
     assert 2 < len(free) < len(prompts)
-    rows = own_text.token_rows(own)
+    rows = own_text.token_rows(model, own)
     assert [len(call.kwargs["input_ids"]) for call in own] == [2, 2, 2]
     ends = {*ENDS, tokenizer.eos_token_id}
     expected = [written_slowly(model, free, i, 64, 0, prompt=0, ends=ends) for i in range(6)]

@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor
 
 import modelopt_sparse as mts
-from modelopt_sparse.calibration.data import Call, chat_prompts, documents_of, load_calls, tokens_of
+from modelopt_sparse.calibration.data import Call, chat_prompts, documents_of, load_calls, open_dataset, tokens_of
 from modelopt_sparse.plan.options import SparsifyConfig, is_data_set
 from tests.helpers import tiny_llama
 
@@ -141,6 +141,22 @@ def test_what_is_a_name(tmp_path, monkeypatch):
     assert not any(map(is_data_set, others))
     with pytest.raises(TypeError, match=r"'two words' is no data set's name: give a Path for a file"):
         SparsifyConfig(data="two words", tokenizer=print)
+
+
+def test_files_that_cannot_be_read_and_odd_text(chatting, tmp_path):
+    """Half of an emoji, which JSON may hold, is a question mark; endings may be in capitals."""
+    broken, odd = tmp_path / "broken.JSON", tmp_path / "odd.JSONL"
+    broken.write_text('{"text": "a"')
+    odd.write_text('{"text": "a \\ud83d b"}\n')
+    with pytest.raises(ValueError, match=r"broken.JSON' cannot be loaded as a data set: JSON parse error"):
+        open_dataset(broken)
+    assert documents_of(odd) == documents_of(["a \ud83d b"]) == ["a ? b"]
+    tokenizer = copy.copy(chatting)
+    tokenizer.chat_template = "{{ raise_exception('no system') }}"
+    words = "the chat template does not take a chat of system; user: no system"
+    chat = [{"role": role, "content": "x"} for role in ("system", "user")]
+    with pytest.raises(ValueError, match=words):
+        tokens_of([chat], tokenizer)
 
 
 def test_a_data_set_that_cannot_be_had(tokenizer, tmp_path, monkeypatch):
