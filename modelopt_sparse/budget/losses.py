@@ -22,6 +22,7 @@ from modelopt_sparse.budget.costs import ChoiceCosts, Chosen, Losses
 from modelopt_sparse.calibration.dense import blocks_in_call_order, run_dense
 from modelopt_sparse.calibration.forward import CalibrationData
 from modelopt_sparse.calibration.stats import BY_SIZE, FEWER, DeferredStats, SharedInput, collect
+from modelopt_sparse.checks import check_number
 from modelopt_sparse.distributed import Processes
 from modelopt_sparse.methods import METHODS
 from modelopt_sparse.methods.base import Stats
@@ -180,8 +181,10 @@ def tabled(data: CalibrationData) -> tuple[CalibrationData, ChoiceCosts]:
 def _read(file: Path, run: Run) -> Losses:
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
-        shapes = value["shapes"]
+        shapes = dict(value["shapes"])
         losses = {name: {parse_choice(text): x for text, x in row.items()} for name, row in value["losses"].items()}
+        for loss in (x for row in losses.values() for x in row.values()):
+            check_number("a loss", loss, "(-inf, inf)")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"losses={str(file)!r} is no file of losses ({error!r}): give another path") from None
     before, current = {name: value[name] for name in OF_OUTPUT if name in value}, run.config.counts()

@@ -30,6 +30,7 @@ from transformers.utils import CHAT_TEMPLATE_DIR, GENERATION_CONFIG_NAME
 from transformers.utils.hub import cached_file, snapshot_download
 
 from modelopt_sparse.reports.report import Report, library_versions
+from modelopt_sparse.reports.text import finite
 
 PLAIN_VERSION, FORMAT_VERSION = 1, 2  # of the format: of plain folders, and of packed ones, the newest that is read
 DESCRIPTION = "sparsity.json"
@@ -355,7 +356,7 @@ def description_of(
         "masks": masks,
         "aliases": aliases or {},
         "files": {},
-        "report": None if report is None else report.as_dict(),
+        "report": None if report is None else finite(report.as_dict()),
     }
 
 

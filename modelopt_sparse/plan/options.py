@@ -31,7 +31,7 @@ from modelopt_sparse.plan.budget import (
     parse_choices,
     zeros_of,
 )
-from modelopt_sparse.reports.text import nearest, refuse_unknown
+from modelopt_sparse.reports.text import nearest, refuse_no_folder, refuse_unknown
 from modelopt_sparse.reports.values import DIVERGENCES
 
 # globs ----------------------------------------------------------------------------------------------------------------
@@ -87,7 +87,7 @@ def parse_rules(rules: Any) -> tuple[Rule, ...]:
         if any(str(key).startswith("nn.") for key in rules):
             return class_rules(rules)
         rules = list(rules.items())
-    return tuple(_as_rule(rule) for rule in rules)
+    return tuple(map(_as_rule, rules if isinstance(rules, Iterable) else [rules]))
 
 
 def _as_rule(pair: Any, type_name: str | None = None) -> Rule:
@@ -660,6 +660,8 @@ def _check_types(config: SparsifyConfig) -> None:
     if config.self_data not in [*OWN_WINDOWS] and not is_whole(config.self_data, 0):
         allowed = " or ".join(map(repr, OWN_WINDOWS))
         raise ValueError(f"self_data={shown(config.self_data)}: must be a number of windows of text, 0, {allowed}")
+    if config.losses is not None:
+        refuse_no_folder(config.losses)
     data = config.data_loader
     if data is not None and (isinstance(data, Mapping) or not isinstance(data, (Iterable, Dataset))):
         raise TypeError(f"data_loader is a {type(data).__name__}: give an iterable of batches")

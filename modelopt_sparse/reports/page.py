@@ -32,7 +32,7 @@ from torch import Tensor
 from modelopt_sparse.checks import grouped
 from modelopt_sparse.reports.evaluate import TaskScore, task_scores
 from modelopt_sparse.reports.report import Report
-from modelopt_sparse.reports.text import product_of, refuse_no_folder, steps_text, write_whole
+from modelopt_sparse.reports.text import finite, product_of, refuse_no_folder, steps_text, write_whole
 from modelopt_sparse.reports.values import ERROR_FROM, LayerReport, Shrunk, in_words
 
 NO_PLOTLY = 'the HTML report draws with plotly, which is not installed: pip install "modelopt-sparse[report]"'
@@ -128,7 +128,7 @@ def _page(title: str, texts: dict[str, Any], figures: Sequence[Figure | None], t
         style=style,
         figures=drawn,
         tables=tables,
-        data=_packed(json.dumps(data, separators=(",", ":"), allow_nan=False)),
+        data=_packed(json.dumps(finite(data), separators=(",", ":"), allow_nan=False)),
         plotly=_packed(script),
         script=code,
     )

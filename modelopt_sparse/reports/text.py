@@ -49,7 +49,7 @@ class Printed:
 
     def to_json(self) -> str:
         """`as_dict` as indented JSON, with null for NaN and infinity."""
-        return json.dumps(_finite(self.as_dict()), indent=2, default=str)
+        return json.dumps(finite(self.as_dict()), indent=2, default=str)
 
 
 @contextmanager
@@ -76,11 +76,12 @@ def write_whole(path: Path, text: str) -> None:
         unfinished.write_text(text, encoding="utf-8")
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """The value with None for NaN and infinity, which JSON lacks."""
     if isinstance(value, Mapping):
-        return {key: _finite(entry) for key, entry in value.items()}
+        return {key: finite(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(entry) for entry in value]
+        return [finite(entry) for entry in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -40,7 +40,7 @@ def test_rules_are_a_mapping_or_a_list_of_pairs_or_rules():
     assert make(rules=None).rules == ()
 
 
-@pytest.mark.parametrize("rules", [["*q_proj"], [("*q_proj",)], {"*": "1:4"}, {3: None}, "*q", [{"*q_proj": None}]])
+@pytest.mark.parametrize("rules", [["*q_proj"], [("*q_proj",)], {"*": "1:4"}, {3: None}, "*q", [{"*q_proj": None}], 3])
 def test_a_rule_that_is_no_glob_with_options_is_refused(rules):
     with pytest.raises(TypeError, match=r"rule (?!Rule).*: a rule is a glob of layer names with a mapping"):
         make(rules=rules)

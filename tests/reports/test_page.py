@@ -1,6 +1,7 @@
 """The HTML report: it says what the report says, needs nothing beside the file, and takes no name for HTML."""
 
 import html
+import math
 import re
 import sys
 from statistics import mean
@@ -80,6 +81,8 @@ def test_a_plot_without_data_is_left_out(tmp_path):
     drawn = figures(path)
     assert set(drawn) <= {"errors", "steps", "zeros", "seconds"}
     assert "zeros" in drawn
+    Report(tasks={"arc": {"acc,none": math.nan}}).to_html(tmp_path / "nan.html")
+    assert tables(tmp_path / "nan.html")["tasks"]["score"] == [None]
     Report().to_html(tmp_path / "empty.html")
     assert figures(tmp_path / "empty.html") == tables(tmp_path / "empty.html") == {}
     assert unpacked(tmp_path / "empty.html", "plotly") == ""

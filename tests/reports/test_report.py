@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import time
 
 import pytest
@@ -136,5 +137,8 @@ def test_what_was_measured_stays_with_the_report(llama, tmp_path):
     assert mts.report(tmp_path / "sparse").evaluation == mts.report(llama).evaluation
     again = mts.sparsify(mts.load(tmp_path / "sparse"), "magnitude", pattern="1:4", progress=False)
     assert mts.report(again).evaluation is None, "it was measured before this run"
+    mts.report(again).tasks = {"arc": {"acc,none": math.nan}}
+    mts.save(again, tmp_path / "again")
+    json.loads((tmp_path / "again" / "sparsity.json").read_text(), parse_constant=pytest.fail)
     for report in (full_report(), shrunk_report()):
         assert mts.Report.from_dict(json.loads(report.to_json())) == report

@@ -1,6 +1,7 @@
 """Budgets: losses against gradients taken one by one, and what a run makes of them."""
 
 import json
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -178,8 +179,12 @@ def test_a_plan_that_turns_out_worse_is_not_taken(tmp_path):
     refused(budgeted, tiny_llama(), match=match, **{**options, "choices": ["dense", "2:4"]})
     match = r"this run is with {'divergence': 'squared'}: give a new path"
     refused(budgeted, tiny_llama(), match=match, **options, divergence="squared")
-    file.write_text("{}")
-    refused(budgeted, tiny_llama(), match="is no file of losses", **options)
+    (name, row) = next(iter(value["losses"].items()))
+    for wrong in ("{}", '{"shapes": 3}', json.dumps({**value, "losses": {name: {**row, "10%": math.nan}}})):
+        file.write_text(wrong)
+        refused(budgeted, tiny_llama(), match="is no file of losses", **options)
+    options["losses"] = tmp_path / "nowhere" / "losses.json"
+    refused(mts.make_plan, tiny_llama(), "sparsegpt", match="there is no folder '.*nowhere'", **options)
 
 
 def test_losses_that_are_there_are_not_measured_again(tmp_path, monkeypatch):
