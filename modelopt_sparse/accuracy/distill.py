@@ -167,9 +167,9 @@ def distillable(data: CalibrationData, method: Method) -> CalibrationData:
 
 
 def distill_from(teacher: Teacher, run: Run) -> None:
-    """Tune the kept weights, norms and biases of the whole model by Adam on the mean divergence from the dense model's
-    output, and report it. Never worse on the steps held back, a quarter of them, see `tune`; where no epoch is better,
-    all are made again at a quarter of the rate."""
+    """Tune the kept weights, norms, biases and other vectors of the whole model by Adam on the mean divergence from the
+    dense model's output, and report it. Never worse on the steps held back, a quarter of them, see `tune`; where no
+    epoch is better, all are made again at a quarter of the rate."""
     options, model = run.config.distill, run.model
     assert options is not None
     layers = [layer_plan.layer for layer_plan in run.plan.layers]
@@ -222,7 +222,9 @@ def without_loss(model: nn.Module, call: Call) -> Call:
     kwargs = {name: value for name, value in call.kwargs.items() if name not in OF_THE_LOSS}
     labels = call.kwargs.get("labels")
     if is_encoder_decoder(model) and labels is not None and "decoder_input_ids" not in kwargs:
-        kwargs["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels)  # type: ignore[operator]  # models that take labels have it
+        if (shifted := getattr(model, "prepare_decoder_input_ids_from_labels", None)) is None:
+            raise ValueError(f"a {type(model).__name__} tells no decoder_input_ids from labels: give both")
+        kwargs["decoder_input_ids"] = shifted(labels)
     return replace(call, kwargs=kwargs, labels=labels)
 
 

@@ -7,9 +7,11 @@ belong together is not told by names: it is tried, and a block that hands on som
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import zip_longest
 from operator import le
 from typing import Any, NamedTuple
@@ -130,20 +132,23 @@ def possible_permutations(model: nn.Module, stages: Sequence[Sequence[LayerPlan]
     the nearest first.
 
     ``stages`` are the layers of the block by the input that they share, in call order. Only plain linear layers that
-    one module holds and that carry no mask yet. Layers that share an input cannot take another order of it each.
+    one module holds, with their biases, and that carry no mask yet. Layers that share an input cannot take another
+    order of it each.
     """
+    holders = Counter(p for module in model.modules() for p in module.parameters(recurse=False))
+    movable = partial(_movable, holders)
     for index, (consumer, *others) in enumerate(stages):
         columns = consumer.shape[-1]
-        if others or not isinstance(consumer.pattern, NM) or not _movable(consumer.layer):
+        if others or not isinstance(consumer.pattern, NM) or not movable(consumer.layer):
             continue
         for before in reversed(stages[:index]):
             for producer in reversed(before):  # values mostly come after queries and keys
-                if _movable(producer.layer):
+                if movable(producer.layer):
                     for heads in _value_heads(model, consumer, producer):
                         yield Permutation(consumer, (producer.layer,), heads)
             # a layer that makes twice as many channels is gate and up in one
             producers = tuple(producer.layer for producer in before if producer.shape[-2] in (columns, 2 * columns))
-            if producers and all(map(_movable, producers)):
+            if producers and all(map(movable, producers)):
                 yield Permutation(consumer, producers)
 
 
@@ -168,9 +173,11 @@ def _value_heads(model: nn.Module, consumer: LayerPlan, producer: LayerPlan) -> 
             yield ValueHeads(number, size, first, stride)
 
 
-def _movable(layer: Layer) -> bool:
-    masked = hasattr(layer.owner, f"{layer.param}{SUFFIX}")
-    return layer.adapter in (LINEAR, HF_CONV1D) and not layer.tied_modules and not masked
+def _movable(holders: Mapping[Any, int], layer: Layer) -> bool:
+    """``holders``: how many modules hold a Parameter. A bias moves along with the rows."""
+    masked, bias = hasattr(layer.owner, f"{layer.param}{SUFFIX}"), getattr(layer.owner, "bias", None)
+    alone = not layer.tied_modules and (bias is None or holders[bias] == 1)
+    return layer.adapter in (LINEAR, HF_CONV1D) and alone and not masked
 
 
 def _moves(permutation: Permutation, score: Tensor, pattern: NM, processes: Processes) -> list[Move]:

@@ -464,7 +464,7 @@ class AtBlock:
         """A call that has come to its end may have gone another way than before, but not back to a finished block."""
         before = call.way
         self.again.run_to(call, block, done)
-        if late := [block for block in Counter(call.way) - Counter(before) if block in done]:
+        if late := [block for block in Counter(call.way) - Counter(before) if block in done and block in self.blocks]:
             name = next(name for name, block in self.run.plan.named_blocks.items() if block is late[0])
             problem = f"calibration batch {call.number} comes back to block {name!r}, which is sparse by now"
             raise ValueError(f"{problem}; its statistics are without that: leave this batch out")

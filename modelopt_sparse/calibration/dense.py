@@ -158,11 +158,12 @@ class DenseRun:
     def walk(
         self, data: CalibrationData, blocks: Sequence[nn.Module], calls: Sequence[NumberedCall] | None = None
     ) -> AtBlock:
-        """A walk of ``calls`` (None: all) through ``blocks``, from their beginning; other blocks always run."""
+        """A walk of ``calls`` (None: all) through ``blocks``, from their beginning; other blocks stay as they are."""
         fresh = [replace(call, answers=[]) for call in (self.calls if calls is None else calls)]
         if data.run.config.sequential == "none":
             fresh = [call.going_on() for call in fresh]
-        return AtBlock(Calls(data, self.again.shapes), fresh, blocks, self.repeated)
+        stay = frozenset(data.run.plan.blocks).difference(blocks)
+        return AtBlock(Calls(data, self.again.shapes), fresh, blocks, self.repeated, stay)
 
     def see(self, layer: Layer, inputs: tuple[Tensor, ...], token_masks: TokenMasks) -> None:
         if not self.data.run.storage.resident and layer.name not in self.inputs.order:

@@ -45,7 +45,7 @@ from modelopt_sparse.checkpoint.streamed import (
 )
 from modelopt_sparse.checkpoint.workfolder import REPORT, WorkFolder, is_finished, opened, remove_leftovers, work_path
 from modelopt_sparse.checks import shown
-from modelopt_sparse.distributed import Processes, RankError
+from modelopt_sparse.distributed import Processes, RankError, rank
 from modelopt_sparse.methods.scores import Magnitude
 from modelopt_sparse.model.hf import FLOATS, empty_model
 from modelopt_sparse.model.masking import dense_class, named_masks, remove_masks
@@ -218,6 +218,10 @@ def _streamed(job: _Job, target: Path, processes: Processes, *, overwrite: bool)
     if job.quantized is not None:
         notes.append(str(job.quantized))
         started["quantized source"] = str(job.quantized)
+    if processes.size == 1 and rank() > 0:
+        raise ValueError(
+            f"transformers writes in rank 0 alone, and this is rank {rank()}: stream there, then barrier()"
+        )
     processes.check_same(started, "give all of them the same source and the same options")
     with _full_disk_named(target), opened(target, started, processes, overwrite=overwrite) as work:
         if work.done or work.finished:

@@ -107,9 +107,9 @@ def _streamed(
     by_block = parameters_by_block(model, (name for stack in stacks for name in stack.names))
     if "" in by_block:
         return {}
-    sizes = [sum(parameter.nbytes for parameter in parameters.values()) for parameters in by_block.values()]
+    sizes = [sum(x.nbytes for x in parameters.values() if not x.is_sparse) for parameters in by_block.values()]
     largest = max(sizes)
-    outside = sum(x.nbytes for x in (*model.parameters(), *model.buffers())) - sum(sizes)
+    outside = sum(x.nbytes for x in (*model.parameters(), *model.buffers()) if not x.is_sparse) - sum(sizes)
     masks = block_sums["size"] if config.enforce else 0
     held, batch = {}, 0
     if window is not None:

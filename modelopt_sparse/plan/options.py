@@ -318,7 +318,8 @@ def _iterations(value: Any) -> Any:
 
 def _masks(value: Any) -> dict[str, torch.Tensor]:
     if not isinstance(value, Mapping) or not value:
-        raise TypeError(f"masks is a {type(value).__name__}: give a mapping of parameter names to masks")
+        kind = "empty" if isinstance(value, Mapping) else f"a {type(value).__name__}"
+        raise TypeError(f"masks is {kind}: give a mapping of parameter names to masks")
     for name, mask in value.items():
         bools = isinstance(mask, torch.Tensor) and mask.dtype == torch.bool and not mask.is_meta
         if not isinstance(name, str) or not bools:

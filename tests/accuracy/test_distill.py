@@ -25,6 +25,7 @@ from tests import helpers
 from tests.accuracy.tuned import BATCHES, tuned_model
 from tests.helpers import assert_same_state, in_steps, refused, state_of, tiny_llama, token_batches
 from tests.interruptions import interrupted
+from tests.models.architectures import ARCHITECTURES
 from tests.models.tiny import TwoOutputs, tiny_gpt2, tiny_mixtral, tiny_t5
 
 pytestmark = pytest.mark.core
@@ -179,6 +180,18 @@ def test_batches_that_ask_for_tuples(build):
     batches = [{"input_ids": ids, "return_dict": False} for ids in token_batches(4)]
     model = mts.sparsify(build(), "wanda", data_loader=batches, self_data="auto", distill=1, progress=False)
     assert mts.report(model).distillation.kl_after > 0
+
+
+def test_labels_that_no_decoder_inputs_are_made_of():
+    build = ARCHITECTURES["whisper"].build
+    batches = [
+        {"input_features": batch["input_features"], "labels": batch["decoder_input_ids"]}
+        for batch in ARCHITECTURES["whisper"].batches("right")
+    ]
+    options = {"data_loader": batches, "progress": False}
+    words = "a WhisperForConditionalGeneration tells no decoder_input_ids from labels: give both"
+    refused(mts.sparsify, build(), "wanda", distill=1, match=words, **options)
+    assert f"no distillation: {words}" in mts.report(mts.sparsify(build(), "wanda", distill="auto", **options)).notes
 
 
 def test_one_row_alone_makes_no_step():

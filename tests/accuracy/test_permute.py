@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers as hf
 from torch import Tensor, nn
+from torch.nn.utils import prune
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import modelopt_sparse as mts
@@ -94,6 +95,22 @@ def permuted_alone(model: nn.Module, batches, **options) -> list[str]:
             names += permute(block, block.inputs(), run, undo)
             block.inputs().advance()
     return names
+
+
+@pytest.mark.parametrize("kind", ["shared", "pruned"])
+def test_a_bias_that_another_block_has_or_that_is_no_parameter_stays_in_order(kind):
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16)) for _ in range(2)]
+    if kind == "shared":
+        blocks[1][0].bias = blocks[0][0].bias
+    else:
+        prune.identity(blocks[0][0], "bias")
+    bias, data = blocks[0][0].bias.detach().clone(), [torch.randn(32, 16) for _ in range(6)]
+    model = nn.Sequential(*blocks)
+    mts.sparsify(model, "magnitude", pattern="2:4", permute=True, data_loader=data, progress=False)
+    assert torch.equal(blocks[0][0].bias, bias)
+    recipes = {layer.name: layer.recipe for layer in mts.report(model).layers}
+    assert [recipes[name].startswith("permute") for name in ("0.2", "1.2")] == [False, kind == "pruned"]
 
 
 @pytest.mark.parametrize("name", FOLDABLE)

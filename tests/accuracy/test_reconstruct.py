@@ -1,5 +1,6 @@
 """Reconstruction: what it is judged by, what it changes and what not, and what it refuses."""
 
+import copy
 import math
 from contextlib import nullcontext
 from functools import cache, partial
@@ -38,6 +39,39 @@ def changed_by_it(model: nn.Module, **options) -> set[str]:
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     sparsified(model, **options)
     return {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+
+
+@torch.no_grad()
+def seen_by(model: nn.Module, name: str, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """What a module is called with in the call, and what it puts out."""
+    seen: list[Tensor] = []
+
+    def see(_: nn.Module, args: tuple, output: Tensor | tuple) -> None:
+        seen[:] = [args[0], output if isinstance(output, Tensor) else output[0]]
+
+    with model.get_submodule(name).register_forward_hook(see):
+        model(**batch)
+    return seen[0].double(), seen[1].double()
+
+
+@pytest.mark.parametrize(("name", "exclude"), [("t5", "encoder.*"), ("resnet_basic", "*stages.0*")])
+def test_behind_a_stack_that_stays_dense_goals_and_inputs_are_those_of_the_dense_model(name, exclude):
+    """All rows are one row, so that every one of them judges."""
+    dense = ARCHITECTURES[name].build()
+    row = {key: x[:1] for key, x in ARCHITECTURES[name].batches("right")[0].items() if "mask" not in key}
+    batches = [{key: x.repeat(4, *[1] * (x.dim() - 1)) for key, x in row.items()}] * 6
+    options = {"exclude": exclude, "data_loader": batches, "progress": False}
+    model = mts.sparsify(copy.deepcopy(dense), "sparsegpt", reconstruct=1, **options)
+    last = mts.report(model).blocks[-1]
+    (_, goal), (_, output) = (seen_by(each, last.name, row) for each in (dense, model))
+    assert last.error_after == pytest.approx(float((output - goal).square().sum() / goal.square().sum()), rel=1e-3)
+    model = mts.sparsify(copy.deepcopy(dense), "sparsegpt", sequential="none", **options)
+    layers = [layer for layer in mts.report(model).layers if layer.type == "Linear"]
+    for layer in layers:
+        x, _ = seen_by(dense, layer.name, row)
+        before, after = (x @ each.get_submodule(layer.name).weight.detach().double().T for each in (dense, model))
+        assert layer.error == pytest.approx(float((after - before).square().sum() / before.square().sum()), rel=1e-3)
+    assert layers or name != "t5"
 
 
 # what it does -------------------------------------------------------------------------------------------------------

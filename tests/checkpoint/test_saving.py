@@ -344,4 +344,6 @@ def test_sparse_buffers_are_planned_around(tmp_path, layout):
     mts.save(model, tmp_path / "out")
     again = mts.restore(Graph(layout, False), tmp_path / "out")
     assert len([*mts.named_masks(again)]) == 2
+    stacked = nn.Sequential(*(Graph(layout, False) for _ in range(2)))
+    assert len(mts.make_plan(nn.ModuleDict({"layers": nn.ModuleList(stacked)}), "magnitude").layers) == 4
     assert torch.equal(again.up.weight, model.up.weight)

@@ -427,6 +427,7 @@ def streaming_refused(folder: Path) -> Found:
         "data": run(data_loader=BATCHES["llama"][:: -1 if other else 1]),
         "target": run(out=folder / f"streamed-refused-{rank()}"),
         "kind of device": run(device="meta" if other else "cpu"),
+        "alone": run(out=folder / f"streamed-alone-{rank()}", distributed=False),
     }
     with patch("modelopt_sparse.plan.plan.library_versions", lambda: versions):
         cases["version"] = run()

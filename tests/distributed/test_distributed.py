@@ -219,6 +219,10 @@ WRONG_FOR_ONE = {  # what both say, or rank 0 and rank 1
     "byte": r"ValueError: the SHA-256 of 'model.safetensors' is not the same in all.* has \w+, rank 1 has \w+; copy",
     "copies": "nothing was raised",
     "devices": "nothing was raised",
+    "alone": (
+        "nothing was raised",
+        "ValueError: transformers writes in rank 0 alone, and this is rank 1: stream there",
+    ),
     "kind of device": f"ValueError: device {NOT_THE_SAME} cpu, rank 1 has meta; give",
     "version": f"ValueError: version of torch {NOT_THE_SAME} .*, rank 1 has 2.5.0; give",
     "option": f"ValueError: layer model.layers.0.self_attn.q_proj {NOT_THE_SAME} .*give all of",

@@ -105,6 +105,16 @@ def test_set_mask_refuses_what_does_not_fit_and_leaves_the_module_as_it_was():
         torch.testing.assert_close(module.state_dict(), before, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("weight", [torch.eye(4).to_sparse(), torch.ones(1, 4).expand(4, 4)])
+def test_weights_that_take_no_zeros_leave_a_plain_module(weight):
+    module = nn.Linear(4, 4)
+    module.weight = nn.Parameter(weight, requires_grad=False)
+    with pytest.raises(ValueError, match="'weight' is sparse, quantized or expanded, and takes no zeros"):
+        mts.set_mask(module, "weight", torch.ones(4, 4).bool())
+    assert type(module) is nn.Linear
+    assert [*module.state_dict()] == ["weight", "bias"]
+
+
 def test_repr_shows_the_share_of_zeros_and_needs_no_values():
     module, _ = sparse_linear()
     assert repr(module) == "SparseLinear(in_features=8, out_features=8, bias=True, weight: 50.0% zeros)"
