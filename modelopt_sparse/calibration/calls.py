@@ -404,9 +404,8 @@ class AtBlock:
     def at(self, block: nn.Module) -> "AtBlock":
         """The work on a block begins."""
         self.block, self.calls = block, [call for call in self.walked if block in call.way]
-        stack = self.again.stack_of[block]
-        if self.run.config.reconstruct is not None and stack not in self.dense:
-            self.dense[stack] = [call.going_on() for call in self.walked]
+        if self.run.config.reconstruct is not None:
+            self.dense.setdefault(self.again.stack_of[block], [call.going_on() for call in self.walked])
         return self
 
     def on_device(self) -> AbstractContextManager[Any]:
