@@ -124,9 +124,10 @@ def calibrating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _caches_off(model: nn.Module) -> Iterator[None]:
-    """While entered, no config of the model asks for a cache."""
+    """While entered, no config of the model asks for a cache. What calls with labels write there is taken
+    back."""
     configs = {id(c): c for module in model.modules() if (c := getattr(module, "config", None)) is not None}
-    names = ("use_cache", "problem_type")  # the latter is set by a call with labels
+    names = ("use_cache", "problem_type")
     before = [(c, name, getattr(c, name)) for c in configs.values() for name in names if hasattr(c, name)]
     try:
         for config, name, value in before:

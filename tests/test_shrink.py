@@ -418,10 +418,12 @@ def test_a_repair_that_breaks_off_leaves_a_whole_smaller_model(monkeypatch, tmp_
     assert output(reloaded(model, tmp_path), {"input_ids": LOADER["data_loader"][0]}).isfinite().all()
 
 
-@pytest.mark.parametrize("place", [(smaller, "costs"), (TargetSizes, "narrow"), (BlockCount, "drop", 2)])
+@pytest.mark.parametrize(
+    "place", [(smaller, "costs"), (TargetSizes, "narrow"), (BlockCount, "drop", 2), (nn.ModuleList, "__delitem__", 2)]
+)
 def test_a_stop_at_the_end_leaves_a_whole_smaller_model(monkeypatch, tmp_path, place):
     """While the last of it is cut, or counted."""
-    model, options = llama(), {"mlp": 0.25, "blocks": [1], **LOADER, "progress": False}
+    model, options = llama(), {"mlp": 0.25, "blocks": [0, 2], **LOADER, "progress": False}
     everything, plain = Cutting.everything, mts.shrink(llama(), **options)
 
     def stopped(cutting: Cutting, whole: Any) -> None:

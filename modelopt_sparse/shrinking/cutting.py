@@ -239,7 +239,7 @@ class Cutting:
         """Cut what is not cut yet, which needs no data, and write the config."""
         dense, twin = clone(self.dense), self.sizes.narrow(self.dense, self.stay)
         depth, stay = self.sizes.depth, self.stay or ()
-        if depth is None or len(model.get_submodule(depth.stack)) > len(stay):  # else its blocks have been cut
+        if depth is None or len(model.get_submodule(depth.stack)) == len(depth.blocks):  # else all are cut
             for name in sorted(self.choices):
                 self.block(model.get_submodule(name), name)
         if depth is not None and stay:

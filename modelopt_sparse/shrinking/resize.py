@@ -450,8 +450,8 @@ class BlockCount:
         return f"{sizes[0].name!r} would have another size" if sizes else ""
 
     def drop(self, model: nn.Module, stay: Sequence[int]) -> None:
-        """Take the other blocks out of a model."""
+        """Take the other blocks out of a model, those that a call that was stopped has left."""
         blocks: Any = model.get_submodule(self.stack)
-        for index in range(len(blocks) - 1, -1, -1):
-            if index not in stay and len(blocks) > len(stay):  # else this has been done
-                del blocks[index]
+        gone = [index for index in reversed(range(len(self.blocks))) if index not in stay]
+        for index in gone[len(self.blocks) - len(blocks) :]:
+            del blocks[index]

@@ -26,7 +26,7 @@ from tests.accuracy.tuned import BATCHES, tuned_model
 from tests.helpers import assert_same_state, in_steps, refused, state_of, tiny_llama, token_batches
 from tests.interruptions import interrupted
 from tests.models.architectures import ARCHITECTURES
-from tests.models.tiny import TwoOutputs, tiny_gpt2, tiny_mixtral, tiny_t5
+from tests.models.tiny import TwoOutputs, masked_bert, tiny_gpt2, tiny_mixtral, tiny_t5
 
 pytestmark = pytest.mark.core
 sparsified = partial(tuned_model, distill=2)
@@ -169,12 +169,6 @@ def test_labels_are_the_models_own_affair_and_a_rerun_has_the_same_bits():
     assert_same_state(sparsified(data_loader=batches), state_of(sparsified()))
 
 
-def masked_bert():
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
-    return hf.BertForMaskedLM(hf.BertConfig(vocab_size=97, **sizes)).eval()
-
-
 @pytest.mark.parametrize("build", [tiny_llama, masked_bert])
 def test_batches_that_ask_for_tuples(build):
     batches = [{"input_ids": ids, "return_dict": False} for ids in token_batches(4)]
@@ -314,7 +308,7 @@ def test_what_makes_the_dense_models_predictions_as_well_stays(kind):
     mts.sparsify(model, "wanda", data_loader=batches, **options)
     assert torch.equal(bias, before)
     assert any(not torch.equal(a, b) for a, b in zip(model.parameters(), dense.parameters()) if a.dim() == 1)
-    (judges,) = [torch.cat(helpers.judging_outputs(in_steps(batches)))]
+    judges = torch.cat(helpers.judging_outputs(in_steps(batches)))
     kl = mean_kl(logits_of(dense, input_ids=judges), logits_of(model, input_ids=judges))
     assert mts.report(model).distillation.kl_after == pytest.approx(float(kl), rel=1e-4)
 

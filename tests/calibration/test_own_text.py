@@ -15,6 +15,7 @@ from modelopt_sparse.calibration.own_text import drawn, joined, own_calls
 from modelopt_sparse.distributed import Processes
 from tests.accuracy.tuned import outputs, relative
 from tests.helpers import TESTBED, Snapshot, assert_same_state, in_steps, refused, state_of, tiny_llama, token_batches
+from tests.models.tiny import masked_bert
 
 pytestmark = pytest.mark.core
 ROWS = list(torch.cat(token_batches(4)))
@@ -103,12 +104,6 @@ def test_a_model_that_takes_more_than_tokens_writes_none():
     model.register_forward_pre_hook(lambda *_: {}["pixel_values"])
     words = "this LlamaForCausalLM cannot write text: KeyError: 'pixel_values': leave self_data out"
     refused(mts.sparsify, model, "wanda", data_loader=token_batches(), self_data=2, match=words)
-
-
-def masked_bert() -> nn.Module:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
-    return hf.BertForMaskedLM(hf.BertConfig(vocab_size=97, **sizes)).eval()
 
 
 def test_rows_of_a_masked_model_are_drawn_anew_token_by_token():

@@ -50,6 +50,12 @@ def tiny_yolos() -> hf.YolosForObjectDetection:
     return model.eval()
 
 
+def masked_bert() -> hf.BertForMaskedLM:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+    return hf.BertForMaskedLM(hf.BertConfig(vocab_size=97, **sizes)).eval()
+
+
 def tiny_t5() -> hf.T5ForConditionalGeneration:
     torch.manual_seed(0)
     sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4}

@@ -175,7 +175,6 @@ MISFITS = [
     (lambda m, n: {**m, n: m[n][:4]}, {}, "has shape .*: it must be \\["),
     (lambda m, n: {**m, n: ~m[n] | m[n]}, {}, PLACES),
     (lambda m, n: {f"{n}s": m[n]}, {}, "belongs to no prunable parameter.*did you mean"),
-    (lambda m, n: {}, {}, "give a mapping of parameter names to masks"),
     (lambda m, n: list(m), {}, "masks is a list: give a mapping"),
     (lambda m, n: {}, {}, "masks is empty: give a mapping"),
     (as_they_are, {"method": "wanda"}, "masks= takes the place of a method"),
