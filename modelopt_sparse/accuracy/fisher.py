@@ -19,7 +19,14 @@ from torch.utils.checkpoint import checkpoint
 from modelopt_sparse.accuracy.tuning import only_these_require_grad
 from modelopt_sparse.calibration.data import batch_rows
 from modelopt_sparse.calibration.forward import CalibrationData, NumberedCall
-from modelopt_sparse.model.devices import dense_rows, flat_tensors, forwards_replaced, has_hook, input_device
+from modelopt_sparse.model.devices import (
+    dense_rows,
+    flat_tensors,
+    forwards_replaced,
+    has_hook,
+    input_device,
+    map_tensors,
+)
 from modelopt_sparse.model.layers import Layer
 from modelopt_sparse.model.output import OutputError, size_of
 from modelopt_sparse.run import Run
@@ -41,6 +48,7 @@ def blocks_recomputed(run: Run) -> Iterator[None]:
         if device is not None and not has_hook(block) and (home := input_device(block)) != device:
             onloaded.callback(block.to, home)
             block.to(device)
+        args, kwargs = map_tensors(torch.clone, (args, kwargs))  # it may write to them, and runs twice
         return forward(*args, **kwargs)
 
     def recomputed(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

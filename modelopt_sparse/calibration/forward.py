@@ -250,7 +250,7 @@ class CalibrationData:
                 begin(NumberedCall(number, call, masks))
 
         def after_call(*_: Any) -> None:
-            under_way.pop()
+            del under_way[-1:]  # a hook of the user's may have stopped the call before ours
             if not under_way and padding is not None:
                 padding.masks = PaddingOfCall(run.model)
 

@@ -164,6 +164,21 @@ class Moving(nn.Linear):
         return self
 
 
+def test_blocks_may_write_to_their_inputs():
+    class Apart(Block):
+        def forward(self, x):
+            return super().forward(x.relu())
+
+    class InPlace(Block):
+        def forward(self, x):
+            return super().forward(x.relu_())
+
+    options = {"pattern": "2:4", "reconstruct": FISHER, "distill": 1, "data_loader": vectors(64), "progress": False}
+    first, second = (mts.sparsify(Stacked(block=kind), "wanda", **options) for kind in (Apart, InPlace))
+    assert mts.report(second).distillation.kl_after < mts.report(second).distillation.kl_before
+    assert_same_state(first, state_of(second))
+
+
 @pytest.mark.parametrize("device", ["meta", None])
 def test_with_device_a_block_stays_there_until_the_next_one_runs(device):
     """For its own backward pass, in which it runs once more."""
