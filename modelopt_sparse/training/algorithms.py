@@ -25,6 +25,7 @@ from modelopt_sparse.training.updates import (
     InitMethod,
     Scope,
     UpdateSchedule,
+    checked_mask,
     drop_and_grow,
     erk_levels,
     generator_for,
@@ -189,7 +190,7 @@ class DynamicSparsityAlgorithm(SparsityAlgorithm):
                     raise RuntimeError(f"{label} {name!r} holds NaN or inf after step {self.step}: training diverged")
             self.generator = generator_for(self.seed, name, self.step)
             mask = self.update_mask(matrix, weight.layer.matrix(weight.mask), levels[name])
-            weight.mask = weight.layer.unmatrix(mask).contiguous()
+            weight.mask = weight.layer.unmatrix(checked_mask(mask, matrix, "update_mask")).contiguous()
         if lost:
             causes = "float16 weights, FSDP's MixedPrecisionPolicy(float16) and fp16_compress_hook lose them"
             problem = f"{len(lost)} weights ({lost[0]!r} first) have no gradient at any pruned place"

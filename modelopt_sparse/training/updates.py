@@ -305,10 +305,7 @@ def initial_mask(
     function gets the weight and the level and returns the mask.
     """
     if callable(method):
-        mask = method(weight, level)
-        if mask.dtype != torch.bool or mask.shape != weight.shape:
-            raise ValueError(f"init_method returned {mask.dtype} {list(mask.shape)}, no bool mask {list(weight.shape)}")
-        return mask
+        return checked_mask(method(weight, level), weight, "init_method")
     if method == "from_zeros":
         return (weight != 0) if present is None else (weight != 0) & present
     if method == "checkerboard" and present is None and pattern is None:
@@ -321,6 +318,14 @@ def initial_mask(
         return pattern.mask(score)
     scores = scope.within(score)
     return scope.back(keep_largest(scores, keep_count(scores, level)), weight)
+
+
+def checked_mask(mask: Any, weight: Tensor, source: str) -> Tensor:
+    """The mask that a function of the user's has returned. Raises ValueError for what is no mask of the weight."""
+    if not isinstance(mask, Tensor) or (mask.dtype, mask.shape) != (torch.bool, weight.shape):
+        form = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+        raise ValueError(f"{source} returned {form}, no bool mask {list(weight.shape)}")
+    return mask
 
 
 def _spread(scopes: Tensor, level: float) -> Tensor:

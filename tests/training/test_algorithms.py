@@ -423,6 +423,13 @@ def test_an_algorithm_of_ones_own_sees_weights_as_out_by_in():
     assert {layer.recipe for layer in mts.report(model).layers} == {"fewestfirst"}
 
 
+def test_an_algorithm_of_ones_own_that_returns_no_mask(monkeypatch):
+    _, (optimizer,) = made = made_sparse(FewestFirst(0.5, include=["linear.weight"]))
+    monkeypatch.setattr(FewestFirst, "update_mask", lambda *_: None)
+    with pytest.raises(ValueError, match=r"update_mask returned NoneType, no bool mask \[8, 8\]"):
+        train(made[0], [optimizer], 1)
+
+
 # levels that change -------------------------------------------------------------------------------------------------
 
 

@@ -180,8 +180,9 @@ def test_initial_masks_by_hand(weight, method, present, expected):
 
 
 def test_a_function_that_returns_no_mask():
-    with pytest.raises(ValueError, match=r"init_method returned torch\.float32"):
-        initial_mask(W, 0.9, lambda w, level: w, generator())
+    for function, form in ((lambda w, level: w, r"torch\.float32"), (lambda w, level: None, "NoneType")):
+        with pytest.raises(ValueError, match=f"init_method returned {form}"):
+            initial_mask(W, 0.9, function, generator())
 
 
 @pytest.mark.parametrize("method", ["random", "topk"])
