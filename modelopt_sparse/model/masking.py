@@ -372,9 +372,12 @@ class SparseModule(nn.Module):
 
 @functools.cache
 def _sparse_class(base: type[nn.Module]) -> type[SparseModule]:
-    forward = _forward_linear if base.forward is nn.Linear.forward else _forward
+    # Trainer asks for the arguments of a model's forward, and config.json holds the name of its class
+    wrapped = functools.wraps(base.forward)(lambda *args, **kwargs: _forward(*args, **kwargs))
+    forward = _forward_linear if base.forward is nn.Linear.forward else wrapped
     members = {"base": base, "forward": forward, "__module__": __name__}
-    return type(f"Sparse{base.__name__}", (SparseModule, base), members)
+    name = base.__name__ if hasattr(base, "save_pretrained") else f"Sparse{base.__name__}"
+    return type(name, (SparseModule, base), members)
 
 
 def _rebuild(base: type[nn.Module]) -> nn.Module:

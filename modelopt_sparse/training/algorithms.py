@@ -87,6 +87,8 @@ class SparsityAlgorithm(Sparsity):
             if self.pattern is None:
                 raise ValueError(f"{type(self).__name__} needs a level such as 0.9, or a pattern such as '2:4'")
             sparsity = self.pattern.sparsity
+        elif self.pattern is not None and not self.magnitude_first and sparsity != self.pattern.sparsity:
+            raise ValueError(f"sparsity={shown(sparsity)}: {self.pattern} stands in its place: leave it out")
         self.sparsity = parse_schedule(sparsity, "sparsity")
         names = {Constant: ("value",), Cubic: ("init", "final")}.get(type(self.sparsity), ())
         levels = [getattr(self.sparsity, name) for name in names]
@@ -103,7 +105,9 @@ class SparsityAlgorithm(Sparsity):
             raise ValueError(f"distribution={distribution!r} shares out levels, and pattern {self.pattern} has its own")
         self.distribution = distribution
         self.include = parse_filter(include)
-        self.exclude = list(parse_filter(exclude).globs) if exclude else []
+        self.exclude = list(parse_filter(exclude, "exclude").globs) if exclude else []
+        if exclude and not self.exclude:
+            raise ValueError(f"exclude={shown(exclude)}: give globs of parameter names such as '*.mlp.*.weight'")
         check_whole("seed", seed, 0)
         self.seed = seed
 
@@ -119,7 +123,7 @@ class SparsityAlgorithm(Sparsity):
     ) -> dict[str, float]:
         """The level of each parameter at a step, by name, in [0, 1). "erk" shares it out by ``shapes``, and ``numbers``
         of matrices."""
-        level = self.sparsity(step, self.when.before(step))
+        level = self.sparsity(step, max(self.when.before(step + 1) - 1, 0))  # that of the last update
         if level >= 1:
             warnings.warn(f"{self!r}: the level is 1, where no weight is left: end updates before", stacklevel=2)
         level = min(max(level, 0.0), math.nextafter(1.0, 0.0))

@@ -178,8 +178,8 @@ def _options_of(cls: type[SparsityAlgorithm]) -> set[str]:
 
 
 def _classes(base: type[SparsityAlgorithm] = SparsityAlgorithm) -> dict[str, type[SparsityAlgorithm]]:
-    """All algorithms that inherit from ``base``, and itself, by name in lower case; of siblings the first counts."""
+    """All algorithms that inherit from ``base``, and itself, by name in lower case; of siblings the last counts."""
     known = {} if inspect.isabstract(base) else {base.__name__.lower(): base}
-    for cls in reversed(base.__subclasses__()):
+    for cls in base.__subclasses__():
         known |= _classes(cls)
     return known

@@ -177,7 +177,9 @@ def _loss(
     work = torch.promote_types(logits.dtype, torch.float32)
     loss = torch.zeros((), dtype=work, device=logits.device)
     counts = _counts(student, named, logits.shape[:-1]).to(logits.device)
-    items = named.get("num_items_in_batch")
+    items, labels = named.get("num_items_in_batch"), named.get("labels")
+    if items is not None and counts.dim() == 1 and isinstance(labels, Tensor):  # Trainer counts each label of a sample
+        items = items * counts.numel() / labels.numel()
     count = counts.sum().clamp(min=1) if items is None else items  # at least 1: a batch may have nothing to predict
     if weights.kl:
         problem_type = getattr(getattr(student, "config", None), "problem_type", None)
@@ -218,8 +220,9 @@ def _counts(student: nn.Module, named: Mapping[str, Any], shape: torch.Size) -> 
     if name is None:
         return _token_mask(student, named, shape)
     counts = named[name] != IGNORED
-    # transformers itself goes by ``loss_type``, and takes what has none for a causal language model
-    loss = LOSS_MAPPING.get(getattr(student, "loss_type", None) or "ForCausalLM")
+    # transformers goes by ``loss_type``, the end of a class name; what has none is a causal language model
+    kinds = [str(getattr(student, "loss_type", None)), *(cls.__name__ for cls in type(student).__mro__)]
+    loss = next((LOSS_MAPPING[key] for kind in kinds for key in LOSS_MAPPING if kind.endswith(key)), ForCausalLMLoss)
     if name == "labels" and loss is ForCausalLMLoss and not is_encoder_decoder(student):  # one to the right
         counts = torch.cat([counts[..., 1:], torch.zeros_like(counts[..., :1])], -1)
     if counts.shape != shape:
@@ -256,10 +259,10 @@ def _square_head(
     if [x.shape for x in states] != [x.shape for x in taught]:
         sizes = [f"{len(side)} hidden states {list(side[0].shape)}" for side in (states, taught)]
         raise ValueError(f"distill: the model has {sizes[0]}, the teacher {sizes[1]}: leave square_head out")
-    real = _token_mask(student, named, states[0].shape[:-1])
     errors = []
     for h, t in zip(states, taught):
-        work, real = torch.promote_types(h.dtype, torch.float32), real.to(h.device)
+        real = _token_mask(student, named, h.shape[:-1]).to(h.device)
+        work = torch.promote_types(h.dtype, torch.float32)
         wanted = t.to(h.device, work)
         error, scale = (x.square().sum(-1).where(real, 0).sum() for x in (h.to(work) - wanted, wanted))
         errors.append((error / scale).to(states[-1].device))

@@ -207,24 +207,24 @@ class Filter:
     """
 
     globs: tuple[str, ...] = ()
-    regexes: tuple[str, ...] = ()
+    regexes: tuple[re.Pattern[str], ...] = ()
     choice: str = ""
 
     def __str__(self) -> str:
-        named = [*map(repr, self.globs), *(f"regex {regex!r}" for regex in self.regexes)]
+        named = [*map(repr, self.globs), *(f"regex {regex.pattern!r}" for regex in self.regexes)]
         return ", ".join(named) or self.choice or "every parameter"
 
     def matches(self, name: str) -> bool:
         """Whether a filter without ``choice`` takes a name."""
         if self.regexes:
-            return any(re.search(regex, name) for regex in self.regexes)
+            return any(regex.search(name) for regex in self.regexes)
         return not self.globs or first_match(name, self.globs) is not None
 
 
 Members = Sequence[tuple[Filter, Any]]  # (filter, algorithm for what it takes); None leaves it dense
 
 
-def parse_filter(include: Any) -> Filter:
+def parse_filter(include: Any, option: str = "include") -> Filter:
     """None (every parameter), "default", "blocks", a glob or several of parameter names, or compiled regular
     expressions -> a filter. Raises ValueError for anything else."""
     if include is None or isinstance(include, Filter):
@@ -238,9 +238,9 @@ def parse_filter(include: Any) -> Filter:
     if entries and all(isinstance(one, str) for one in entries):
         return Filter(globs=entries)
     if entries and all(isinstance(one, re.Pattern) for one in entries):
-        return Filter(regexes=tuple(one.pattern for one in entries))
+        return Filter(regexes=entries)
     allowed = f"globs such as '*.mlp.*.weight', compiled regular expressions, {DEFAULT!r}, {BLOCKS!r} or None (all)"
-    raise ValueError(f"include={shown(include)}: give {allowed}")
+    raise ValueError(f"{option}={shown(include)}: give {allowed}")
 
 
 def reasons(model: nn.Module, weights: Sequence[SparseParameter], choice: str) -> dict[str, str]:

@@ -50,6 +50,11 @@ class Sparsity(ABC):
         self._hooks: list[RemovableHandle] = []  # of the model until there are optimizers, then of these
         self._level_hooks: OrderedDict[int, Callable[[Any, str, float, float], object]] = OrderedDict()
 
+    def __getstate__(self) -> dict[str, Any]:
+        if self._steps:  # torch copies no hooks of optimizers, so that the copy's masks would not move
+            raise TypeError(f"this {type(self).__name__} has optimizers and cannot be copied: use state_dict()")
+        return vars(self)
+
     @abstractmethod
     def members(self) -> list[tuple[Filter, Any]]:
         """Pairs (filter, algorithm). None leaves the parameters dense; the first filter that takes one counts."""
@@ -487,7 +492,7 @@ def _torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
         raise ValueError("DeepSpeed has buffers of its own for weights: use DistributedDataParallel or fully_shard")
     if isinstance(optimizer, AcceleratedOptimizer):
         return _torch_optimizer(optimizer.optimizer)
-    if not isinstance(optimizer, torch.optim.Optimizer):
+    if not isinstance(optimizer, torch.optim.Optimizer) or not hasattr(optimizer, "_optimizer_step_post_hooks"):
         raise ValueError(f"{type(optimizer).__name__} is no torch.optim.Optimizer: give the optimizer that it wraps")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("LBFGS calls its closure several times in a step: use SGD, Adam, AdamW, Adafactor or Muon")

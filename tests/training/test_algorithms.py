@@ -710,3 +710,47 @@ def test_a_random_mask_over_zeros_that_are_there_warns(method: str, share: float
     (entry,) = mts.report(model).layers
     assert entry.notes == [f"zeros beyond those of the mask when it was set: {share:.1%}"] * bool(share)
     assert bool(share) == warns
+
+
+@pytest.mark.parametrize("exclude", [[re.compile("lm_head")], "default", "blocks"])
+def test_exclude_refuses_what_would_leave_nothing_out(exclude):
+    with pytest.raises(ValueError, match="exclude="):
+        training.SET(0.5, include="*weight", exclude=exclude)
+
+
+def test_wrong_values_of_exclude_name_it():
+    with pytest.raises(ValueError, match="exclude=\\[3\\]: give globs"):
+        training.SET(0.5, exclude=[3])
+
+
+def test_flags_of_regular_expressions_count():
+    model = nn.ModuleDict({"MLP": nn.Linear(4, 4), "mlp": nn.Linear(4, 4)})
+    plan = training.SET(0.5, include=[re.compile("mlp.weight", re.IGNORECASE)]).plan(model)
+    assert [row.name for row in plan.rows] == ["MLP.weight", "mlp.weight"]
+
+
+def test_sparse_training_takes_no_copy():
+    model = nn.Linear(8, 8, bias=False)
+    sparsity = copy.deepcopy(training.SET(0.5, update=1))
+    optimizer = torch.optim.SGD(sparsity.apply(model).parameters(), lr=0.1)
+    sparsity.apply(optimizer)
+    with pytest.raises(TypeError, match="this SET has optimizers and cannot be copied"):
+        copy.deepcopy((model, optimizer, sparsity))
+
+
+def test_a_wrapper_without_hooks_is_refused_with_everything_as_it_was():
+    class Lookahead(torch.optim.Optimizer):
+        def __init__(self, inner):
+            self.inner, self.param_groups, self.state = inner, inner.param_groups, inner.state
+
+    sparsity = training.SET(0.5, update=1)
+    optimizer = torch.optim.SGD(sparsity.apply(nn.Linear(8, 8, bias=False)).parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="give the optimizer that it wraps"):
+        sparsity.apply(Lookahead(optimizer))
+    sparsity.apply(optimizer)
+
+
+def test_a_level_beside_a_pattern_is_refused():
+    with pytest.raises(ValueError, match=r"sparsity=0\.9: 2:4 stands in its place"):
+        training.SET(0.9, pattern="2:4")
+    training.RigL(0.5, pattern="2:4")  # says the same twice

@@ -163,3 +163,9 @@ def test_plan_of_a_training_recipe(run, tmp_path):
     recipe.write_text("sparsity:\n  algorithm: rigel\n")
     for flags, words in (((), "did you mean 'rigl'"), (("--pattern", "2:4"), "--training")):
         run(*command, *flags).wrong(words)
+
+
+def test_the_last_class_of_a_name_counts():
+    """As in a notebook, where a cell with a class is run again."""
+    first, second = (type("Redefined", (training.Static,), {}) for _ in range(2))
+    assert type(training.configure({"algorithm": "redefined", "sparsity": 0.5})) is second, first

@@ -471,3 +471,37 @@ def test_a_call_with_a_cache():
     cache = {name: getattr(model(input_ids=ids, use_cache=True), name)}
     with distill(model, teacher), pytest.raises(ValueError, match=r"a call with a cache: call model.eval\(\)"):
         model(input_ids=ids, **cache)
+
+
+TINY = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+TINY |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+
+@pytest.mark.parametrize("base", [hf.BertForTokenClassification, hf.BertForMaskedLM])
+def test_a_subclass_with_a_name_of_its_own_counts_as_its_base(base):
+    own = type("Tagger", (base,), {})
+    model, teacher, tagger = (each(hf.BertConfig(**TINY)).train() for each in (base, base, own))
+    tagger.load_state_dict(model.state_dict())
+    batch = {"input_ids": torch.arange(3, 19).view(2, 8), "labels": torch.full((2, 8), -100)}
+    batch["labels"][0, 2] = batch["labels"][1, 5] = 1
+    with distill(model, teacher), distill(tagger, teacher):
+        torch.testing.assert_close(tagger(**batch).loss, model(**batch).loss)
+
+
+def test_several_labels_of_a_sample_are_one_prediction():
+    config = hf.BertConfig(**TINY, num_labels=4, problem_type="multi_label_classification")
+    model, teacher = (hf.BertForSequenceClassification(config).train() for _ in range(2))
+    batch = {"input_ids": torch.arange(3, 35).view(4, 8), "labels": torch.ones(4, 4)}
+    with distill(model, teacher, kl=0, square_head=1.0):  # Trainer passes the number of labels
+        torch.testing.assert_close(model(**batch, num_items_in_batch=16).loss, model(**batch).loss)
+
+
+def test_square_head_of_layers_with_other_numbers_of_tokens():
+    sizes = {"image_size": 32, "patch_size": 2, "embed_dim": 8, "depths": [1, 1, 1], "num_heads": [1, 2, 2]}
+    sizes |= {"drop_path_rate": 0.0}
+    model, teacher = (hf.SwinForImageClassification(hf.SwinConfig(**sizes, window_size=4)).train() for _ in range(2))
+    batch = {"pixel_values": torch.randn(2, 3, 32, 32)}
+    states, taught = (each.eval()(**batch, output_hidden_states=True).hidden_states[1:] for each in (model, teacher))
+    expected = sum((h - t).square().sum() / t.square().sum() for h, t in zip(states, taught)) / len(states)
+    with distill(model.train(), teacher, kl=0, square_head=1.0):
+        torch.testing.assert_close(model(**batch).loss, expected)

@@ -228,3 +228,9 @@ def test_a_plan_goes_into_json():
     pruned = sum(layer["new_weights"] - layer["live"] for layer in values["layers"])
     assert values["live_parameters"] == plan.new_parameters - pruned
     assert values["flops"] == [2 * sum(x["weights"] for x in values["layers"]) + 2 * plan.other, plan.flops[1]]
+
+
+def test_the_stem_of_a_resnet_stays_as_wide_as_its_first_stage():
+    model = hf.ResNetForImageClassification(hf.ResNetConfig(embedding_size=16, hidden_sizes=[16, 32], depths=[1, 1]))
+    wide = training.sparse_ift(model, 0.5, example={"pixel_values": torch.randn(1, 3, 32, 32)}).model
+    assert [name for name, _ in wide.named_parameters()] == [name for name, _ in model.named_parameters()]

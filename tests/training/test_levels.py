@@ -95,3 +95,15 @@ def test_the_list_of_what_is_sparse_is_logged_as_debug(caplog):
         "dense: 2.weight (no glob matches its name)",
         "dense: 2.bias (no glob matches its name)",
     ]
+
+
+def test_between_updates_a_list_of_levels_stays_at_the_last_one():
+    model = nn.Linear(10, 10, bias=False)
+    sparsity, seen = training.GMP([0.0, 0.9], update=2), []
+    optimizer = torch.optim.SGD(sparsity.apply(model).parameters(), lr=0.1)
+    sparsity.apply(optimizer)
+    sparsity.add_summaries(lambda tag, value, step: seen.append(value))
+    for _ in range(6):
+        model(torch.randn(3, 10)).sum().backward()
+        optimizer.step()
+    assert seen[::2] == seen[1::2] == [0.0, 0.9, 0.9, 0.0, 0.0, 0.9]  # targets, actual levels

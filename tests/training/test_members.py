@@ -141,3 +141,9 @@ def test_what_is_linear_folds_into_one_layer_and_the_rest_is_named(layer, shape)
     for member in ("parallel", "factorized"):
         ift = replaced(layer, 0.5, member)
         assert training.fold(ift.model) == ["middle"]
+
+
+@pytest.mark.parametrize("include", ["blocks", "default"])
+def test_include_takes_globs_alone(include):
+    with pytest.raises(ValueError, match=f"{include} matches no layer of this LlamaForCausalLM"):
+        training.sparse_ift(tiny_llama(), 0.75, "doped", include=include)

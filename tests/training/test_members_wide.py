@@ -213,3 +213,23 @@ def test_what_is_refused(model, match):
 def test_a_model_without_values_is_refused():
     with pytest.raises(ValueError, match="on the meta device"):
         training.sparse_ift(Odd("").to("meta"), 0.75, example=torch.zeros(3, 4))
+
+
+class UNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem, self.down = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 16, 3, stride=2, padding=1)
+        self.up, self.merge, self.head = nn.ConvTranspose2d(16, 8, 2, stride=2), nn.Conv2d(16, 8, 1), nn.Conv2d(8, 3, 1)
+
+    def forward(self, x):
+        x = self.stem(x).relu()
+        return self.head(self.merge(torch.cat([self.up(self.down(x).relu()), x], 1)).relu())
+
+
+def test_transposed_convolutions_count_among_the_flops():
+    example = torch.randn(2, 3, 8, 8)
+    ift = training.sparse_ift(model := UNet(), 0.5, iso="model", example=example)
+    ift.sparsity.apply(ift.model)
+    flops = training.cost(model, example).dense.inference, training.cost(ift.model, example).sparse.inference
+    assert ift.plan.flops == pytest.approx(flops)
+    assert flops[1] == pytest.approx(flops[0], rel=0.01)

@@ -7,6 +7,7 @@ import warnings
 
 import pytest
 import torch
+import transformers as hf
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -264,3 +265,18 @@ def test_a_second_train_with_the_same_callback_goes_on(tmp_path):
     trainer(tmp_path, resumed, again).train(resume_from_checkpoint=True)  # of the second train(), at our step 9
     assert again.step == 2 * first
     assert_same_state(resumed, wanted)
+
+
+def test_a_mask_on_a_parameter_of_the_model_itself(tmp_path):
+    """CLIP has ``logit_scale`` beside its two towers."""
+    tower = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = {**tower, "vocab_size": 50, "max_position_embeddings": 8, "eos_token_id": 1}
+    vision = {**tower, "image_size": 16, "patch_size": 8}
+    model = hf.CLIPModel(hf.CLIPConfig(text_config=text, vision_config=vision, projection_dim=8))
+    rows = [{"input_ids": torch.arange(8), "pixel_values": torch.ones(3, 16, 16)}] * 2
+    training.Static(0.5).apply(model)
+    arguments = hf.TrainingArguments(tmp_path / "run", max_steps=1, report_to="none", use_cpu=True, save_strategy="no")
+    trainer = hf.Trainer(model, arguments, train_dataset=rows)
+    assert next(iter(trainer.get_train_dataloader())).keys() == rows[0].keys()
+    mts.save(model, tmp_path / "saved")
+    assert mts.load(tmp_path / "saved").logit_scale == model.logit_scale

@@ -99,10 +99,9 @@ def widened(config: PretrainedConfig, factor: float, multiple: int = 1) -> Pretr
 def _widen_stages(wide: Any, factor: float, multiple: int) -> None:
     """ResNet: the widths of the stem and of all stages. Swin: that of the first stage, which the others follow."""
     if wide.model_type == "resnet":
-        wide.embedding_size = rounded_up(wide.embedding_size * factor, multiple)
-        # stages of bottlenecks are divided by four inside
-        step = math.lcm(multiple, 4 if wide.layer_type == "bottleneck" else 1)
-        wide.hidden_sizes = [rounded_up(size * factor, step) for size in wide.hidden_sizes]
+        # stages of bottlenecks are divided by four inside; the stem has a stage's width where the model has it so
+        step, sizes = math.lcm(multiple, 4 if wide.layer_type == "bottleneck" else 1), wide.hidden_sizes
+        wide.embedding_size, *wide.hidden_sizes = (rounded_up(x * factor, step) for x in (wide.embedding_size, *sizes))
     else:
         steps = (heads // math.gcd(heads, 2**stage) for stage, heads in enumerate(wide.num_heads))
         wide.embed_dim = rounded_up(wide.embed_dim * factor, math.lcm(multiple, *steps))

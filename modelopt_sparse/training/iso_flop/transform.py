@@ -323,7 +323,7 @@ def _why_dense(model: nn.Module, weights: list[SparseParameter], include: Any) -
     ends = {layers[0].name, layers[-1].name} if len(layers) > 2 else set()
     asked = None if include is None else parse_filter(include)
     why = reasons(model, weights, BLOCKS)
-    if asked is not None and not any(asked.matches(weight.layer.name) for weight in layers):
+    if asked is not None and (asked.choice or not any(asked.matches(weight.layer.name) for weight in layers)):
         raise ValueError(f"{asked} matches no layer of this {type(model).__name__}")
     for weight in weights:
         name, misfit = weight.layer.name, why_not(weight.layer.owner)
@@ -370,7 +370,7 @@ def _plan(
             call(model, example)
         uses = {name: products.flops[name] / 2 / max(1, size) for name, size in sizes.items()}
     rest = [weight for weight in after if why[weight.name]]
-    fixed = [weight for weight in rest if _multiplies(weight)]
+    fixed = [weight for weight in rest if example is not None or _multiplies(weight)]
     fixed_cost = sum(sizes[weight.name] * uses[weight.name] for weight in fixed)
     new_other = sum(weight.parameter.numel() * uses[weight.name] for weight in fixed)
     skipped = tuple(Skipped(weight.name, weight.type, weight.shape, why[weight.name]) for weight in rest)
