@@ -373,7 +373,7 @@ class SparseModule(nn.Module):
 @functools.cache
 def _sparse_class(base: type[nn.Module]) -> type[SparseModule]:
     # Trainer asks for the arguments of a model's forward, and config.json holds the name of its class
-    wrapped = functools.wraps(base.forward)(lambda *args, **kwargs: _forward(*args, **kwargs))
+    wrapped = functools.wraps(base.forward)(lambda self, *args, **kwargs: _forward(self, *args, **kwargs))
     forward = _forward_linear if base.forward is nn.Linear.forward else wrapped
     members = {"base": base, "forward": forward, "__module__": __name__}
     name = base.__name__ if hasattr(base, "save_pretrained") else f"Sparse{base.__name__}"
