@@ -28,14 +28,13 @@ from modelopt_sparse.model.devices import flat_tensors, input_device, is_out_of_
 from modelopt_sparse.model.find import model_inside
 from modelopt_sparse.model.hf import adds_text, cache_name, default_seq_len, redraws_text, text_config_of, writes_text
 from modelopt_sparse.model.output import drawn
-from modelopt_sparse.plan.options import OWN_WINDOWS, SELF, SparsifyConfig
+from modelopt_sparse.plan.options import OWN_BATCH, OWN_WINDOWS, SELF, SparsifyConfig
 from modelopt_sparse.reports.text import refuse_no_folder, write_whole
 from modelopt_sparse.run import Run, calibrating
 
 # token by token -------------------------------------------------------------------------------------------------------
 
 
-BATCH = 32  # texts that are written at a time: what they are depends on it, if only in the last bits
 PROMPT = 32  # tokens at most of a text's beginning that is cut out of another text
 
 
@@ -70,11 +69,11 @@ def write_windows(
     others there are, but for what batches do to the last bits of logits."""
 
     def batch(begin: int) -> list[Tensor]:
-        numbers = range(begin, min(begin + BATCH, count))
+        numbers = range(begin, min(begin + OWN_BATCH, count))
         draws = [draw(prompts, seed, prompts.first + number, length) for number in numbers]
         return _continued(model, [x for x, _ in draws], torch.stack([x for _, x in draws]), prompts.ends)
 
-    batches = processes.dealt_out("text that the model writes", batch, range(0, count, BATCH))
+    batches = processes.dealt_out("text that the model writes", batch, range(0, count, OWN_BATCH))
     return [text for texts in batches for text in texts]
 
 

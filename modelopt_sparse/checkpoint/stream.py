@@ -9,6 +9,7 @@ transformers' own offloading says where each weight lies, and converts those tha
 in memory (fused experts); its save_pretrained converts them back, block by block.
 """
 
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -327,15 +328,16 @@ def _finish(storage: Streamed, source: Path, work: WorkFolder, report: Report) -
     described |= write_masks(masks, work.path / masks_outside)
     shard = storage.saved(storage.outside(), masks_outside)
     work.check_files()
+    report.notes += copy_companions(source, shard.parent)  # a stop may have left half of one in ``folder``
     for path in shard.parent.iterdir():
         if path != shard:
+            shutil.rmtree(folder / path.name, ignore_errors=True)  # a folder, of chat templates
             path.replace(folder / path.name)
     first = work.place(shard, storage.shard_name(1))
     written = [first, *(record.files for record in work.done.values())]
     known = {Path(name).name: facts for files in written for name, facts in files.items()}
     concatenate(sorted((work.path / "masks").iterdir()), folder / MASKS)
     write_index(folder, sum(p.numel() for p in model.parameters()))
-    report.notes += copy_companions(source, folder)
     (folder / DESCRIPTION).unlink(missing_ok=True)
     write_description(folder, description_of(dense_class(model).__name__, described, report), known)
     work.finish()

@@ -618,7 +618,7 @@ def _tell(weight: MaskedParameter, mask: Tensor, holder: SparseModule, name: str
     To look is a pass over the weight, so of the steps of a training those are looked at whose number is a power of two.
     """
     stepped, weight.looked_at = weight.looked_at != weight.backwards, weight.backwards
-    if name in holder.told or (stepped and weight.backwards & (weight.backwards - 1)):
+    if name in holder.told or not weight.numel() or (stepped and weight.backwards & (weight.backwards - 1)):
         return
     values = raw_data(weight)
     lost = torch.where(mask, 0, values)

@@ -11,9 +11,9 @@ from modelopt_sparse.checks import grouped
 from modelopt_sparse.model.devices import bytes_of, input_device
 from modelopt_sparse.model.experts import UP
 from modelopt_sparse.model.find import Stack
-from modelopt_sparse.model.hf import default_seq_len, redraws_text, text_config_of
+from modelopt_sparse.model.hf import default_seq_len, redraws_text, text_config_of, writes_text
 from modelopt_sparse.model.layers import CONV
-from modelopt_sparse.plan.options import OWN_WINDOWS, STEP_TOKENS, TOKENS_TO_MOVE, SparsifyConfig
+from modelopt_sparse.plan.options import OWN_BATCH, OWN_WINDOWS, STEP_TOKENS, TOKENS_TO_MOVE, SparsifyConfig
 from modelopt_sparse.plan.plan import LayerPlan, Plan
 from modelopt_sparse.reports.text import first_few
 
@@ -72,13 +72,10 @@ def estimated(
         memory["layer_in_float32"] = BYTES_PER_SUM * max(sum(x.size for x in plans) for plans in by_module)
     if config.enforce:
         memory["masks"] = in_all["masks"]
+    if config.budget is not None:  # the solutions of the choice and of the plain plan, which are compared
+        memory["weights_of_two_plans"] = 2 * in_all["gradients"]
     if reconstruct is not None:
-        few = tokens and tokens < TOKENS_TO_MOVE * min(layer_plan.shape[-1] for layer_plan in planned)
-        copies = RECONSTRUCTION + (reconstruct.masks == "move" or (reconstruct.masks == "auto" and not few))
-        memory["reconstruction_of_one_block"] = copies * largest["tuned"]
-        if reconstruct.metric != "plain":  # in float32, as wide as a block's output, and so as its first layer's input
-            widths = {x.block: x.shape[-1] for x in reversed(planned) if x.block is not None}
-            memory["fisher_metrics"] = sum(4 * width**2 for width in widths.values())
+        memory |= _reconstruction_bytes(planned, config, tokens, largest["tuned"])
     if distill is not None:
         logits = LOGITS * max(STEP_TOKENS, window) * getattr(text, "vocab_size", 0) * value
         memory["distillation"] = in_all["states"] + together["gradients"] + logits
@@ -91,7 +88,10 @@ def estimated(
     memory |= {part: tokens * size for part, size in token_bytes.items() if tokens and size}
     # how many tokens a data_loader, a forward_loop or a processor yields is not known yet; a streamed model writes none
     known = calibrated and config.data_loader is None and config.forward_loop is None and config.processor is None
-    return memory, _streamed(model, stacks, config, memory, together, activations, window if known else None)
+    of_text = _text_bytes(model, config, window, int(added), value) if known else {}
+    memory |= of_text if config.holds_text else {}
+    parts, window = memory | of_text, window if known else None
+    return memory, _streamed(model, stacks, config, parts, together, activations, window)
 
 
 def _streamed(
@@ -126,7 +126,7 @@ def _streamed(
     host = {"outside_of_the_blocks": outside, "one_block_twice": 2 * largest, "masks_of_one_block": masks}
     if config.reconstruct is not None and config.reconstruct.metric == "fisher":  # "auto" is plain here
         host |= as_above("fisher_metrics")
-    host |= as_above("layer_in_float32")
+    host |= as_above("layer_in_float32", "logits_of_one_batch")
     if config.device is None or config.device.type == "cpu":
         return {HOST: host | held | solving}
     device = {"one_block": largest, "masks_of_one_block": masks, **solving}
@@ -187,6 +187,38 @@ def tight(plan: Plan, config: SparsifyConfig) -> str | None:
 # parts ----------------------------------------------------------------------------------------------------------------
 
 
+def _reconstruction_bytes(
+    planned: Sequence[LayerPlan], config: SparsifyConfig, tokens: int, tuned: int
+) -> dict[str, int]:
+    """Part -> bytes of reconstruction, and of its metrics. ``tuned``: of the values of the largest block."""
+    options = config.reconstruct
+    assert options is not None
+    few = tokens and tokens < TOKENS_TO_MOVE * min(layer_plan.shape[-1] for layer_plan in planned)
+    copies = RECONSTRUCTION + (options.masks == "move" or (options.masks == "auto" and not few))
+    parts = {"reconstruction_of_one_block": copies * tuned}
+    if options.metric != "plain":  # in float32, as wide as a block's output, and so as its first layer's input
+        widths = {x.block: x.shape[-1] for x in reversed(planned) if x.block is not None}
+        parts["fisher_metrics"] = sum(4 * width**2 for width in widths.values())
+    return parts
+
+
+def _text_bytes(model: nn.Module, config: SparsifyConfig, window: int, added: int, value: int) -> dict[str, int]:
+    """Part -> bytes of calls on text: what the first one puts out, which goes to the end of the model; keys and values
+    of ``added`` windows that the model writes itself. ``value``: bytes of a number."""
+    names = ("vocab_size", "num_attention_heads", "head_dim", "hidden_size", "num_key_value_heads", "num_hidden_layers")
+    vocabulary, heads, size, hidden, shared, layers = (
+        getattr(text_config_of(model), name, None) or 0 for name in names
+    )
+    windows = config.windows_per_batch(config.num_samples, window, config.device or input_device(model))
+    parts, written = dict[str, int](), config.num_samples if config.writes_its_data else added
+    if getattr(model, "get_output_embeddings", lambda: None)() is not None:
+        parts["logits_of_one_batch"] = min(config.num_samples, windows) * window * vocabulary * value
+    if written and writes_text(model):
+        channels = (size or hidden // max(heads, 1)) * (shared or heads)
+        parts["cache_of_own_text"] = 2 * channels * layers * min(OWN_BATCH, written) * window * value
+    return parts
+
+
 def _layer_bytes(layer_plan: LayerPlan, config: SparsifyConfig, chosen: int | None, *, widens: bool) -> dict[str, int]:
     """Part -> bytes of one layer; "routed" and "batch" -> bytes of one token in it. ``chosen``: experts per token."""
     *_, rows, columns = layer_plan.shape
@@ -195,10 +227,12 @@ def _layer_bytes(layer_plan: LayerPlan, config: SparsifyConfig, chosen: int | No
     statistics, solver = _matrix_bytes(layer_plan)
     workspace, routed = matrices * solver, 0
     if layer_plan.at_once is not None:  # an expert's Gram matrix is made when it is solved, from its rows
-        workspace = layer_plan.at_once * (statistics + solver)
+        # beside it the pieces that are solved, and all of them put together
+        workspace = layer_plan.at_once * (statistics + solver) + 2 * size * (value + 1)
         statistics = min(statistics, number * columns)
-        if _needs(layer_plan) == "gram":
-            routed = (1 if layer.adapter is UP else chosen or matrices) * columns * value
+        if _needs(layer_plan) == "gram":  # those that see all tokens, which may be all, have rows of their own
+            passes = [chosen or matrices] + [matrices] * (config.experts == "all_tokens")
+            routed = (len(passes) if layer.adapter is UP else sum(passes)) * columns * value
     # a token goes through all matrices, or through some of the experts
     through = chosen or matrices if layer_plan.routed else matrices
     remaining = round(size * (1 - layer_plan.pattern.sparsity))

@@ -367,6 +367,7 @@ HELD_BACK = 16  # one of so many steps, at least one, only judges
 HELD_BACK_FOR_OUTPUTS = 4  # the same where the model's output judges, whose divergence varies more from row to row
 SELF = "self"  # as data: text that the model writes, all of it
 TOKENS_TO_MOVE = 512  # for each input channel of a matrix: with so many masks="auto" move
+OWN_BATCH = 32  # windows that the model writes at a time: what they are depends on it, if only in the last bits
 OWN_WINDOWS = {"auto": 3, "masked": 1}  # what `self_data` may be: windows that the model writes for each of the user's
 OF_OUTPUT = ("output", "divergence")  # in a report where they are set
 

@@ -88,11 +88,11 @@ def xlm() -> nn.Module:
     return hf.XLMWithLMHeadModel(hf.XLMConfig(vocab_size=97, emb_dim=16, n_layers=1, n_heads=2))
 
 
-@pytest.mark.parametrize("batch", [own_text.BATCH, 2])
+@pytest.mark.parametrize("batch", [own_text.OWN_BATCH, 2])
 @pytest.mark.parametrize("build", [tiny_llama, mamba, xlm])
 def test_windows_are_what_the_model_says_token_by_token(build, batch, monkeypatch):
     """Each depends on its number and the seed alone."""
-    monkeypatch.setattr(own_text, "BATCH", batch)
+    monkeypatch.setattr(own_text, "OWN_BATCH", batch)
     model = build().eval()
     windows = windows_of(model, 5, seed=3).tolist()
     assert windows == [written_slowly(model, ROWS, i, LENGTH, 3) for i in range(5)]

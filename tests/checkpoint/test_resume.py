@@ -1,5 +1,6 @@
 """Streaming runs that were stopped: what is reused, what is refused, and targets that exist. Kills: test_faults.py."""
 
+import errno
 import json
 import shutil
 from collections.abc import Callable
@@ -405,3 +406,28 @@ def test_a_stack_that_cannot_be_chained_is_refused(tmp_path):
     expected = dict(mts.named_masks(mts.sparsify(AlbertForMaskedLM.from_pretrained(source), "wanda", **options)))
     found = dict(mts.named_masks(mts.load(tmp_path / "sparse")))
     assert all(torch.equal(found[name], mask) for name, mask in expected.items())
+
+
+@pytest.mark.parametrize("broken", ["a copy", "the end"])
+def test_what_lay_beside_the_source_is_copied_anew(tmp_path, monkeypatch, broken):
+    """By a run that goes on from one that was stopped while it copied, or after."""
+    source, target = saved(tmp_path / "dense", tiny_llama), tmp_path / "sparse"
+    (source / "tokenizer.json").write_text("0123456789")
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates" / "tool_use.jinja").write_text("a use of tools")
+
+    def half(path: Path, copy: Path) -> None:
+        copy.write_bytes(path.read_bytes()[:5])
+        raise OSError(errno.ENOSPC, "full")
+
+    def stopped(*_args, **_kwargs):
+        raise OSError(errno.ENOSPC, "full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(*((shutil, "copyfile", half) if broken == "a copy" else (stream, "write_description", stopped)))
+        with pytest.raises(OSError, match="the disk is full"):
+            streamed(source, target, "magnitude", pattern="2:4")
+    report = streamed(source, target, "magnitude", pattern="2:4")
+    for name in ("tokenizer.json", "additional_chat_templates/tool_use.jinja"):
+        assert (target / name).read_bytes() == (source / name).read_bytes()
+        assert any(name in note for note in report.notes)

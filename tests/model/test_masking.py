@@ -161,3 +161,10 @@ def test_sparse_first_exported_then_quantized():
     weight = quantized[0].weight().dequantize()
     assert weight.any()
     assert not weight[zeros].any()
+
+
+def test_a_parameter_without_elements_carries_a_mask():
+    model = nn.Linear(8, 8)
+    model.weight = nn.Parameter(torch.empty(0, 8))
+    mts.set_mask(model, "weight", torch.ones(0, 8, dtype=torch.bool))
+    assert model.state_dict()["weight"].shape == (0, 8)

@@ -6,6 +6,7 @@ import psutil
 import pytest
 import torch
 from torch import nn
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import modelopt_sparse as mts
 from modelopt_sparse.methods import METHODS
@@ -18,6 +19,7 @@ from modelopt_sparse.shrinking import importance as choose_channels
 from modelopt_sparse.shrinking.plan import plan_shrink
 from modelopt_sparse.shrinking.sizes import ShrinkRequest, TargetSizes
 from tests.helpers import LiveBytes, tiny_llama
+from tests.models.expert_models import VOCAB
 from tests.models.shrinkable import shrinkable
 from tests.plan.test_planner import untied
 
@@ -44,8 +46,10 @@ def test_memory_figures_agree_with_a_hand_computation():
     text = {"data": ["some text"], "tokenizer": print, "num_samples": 5}
     of_layers = {"statistics_of_one_block": GRAMS, "solver_workspace": SOLVER}
     plan = make_plan(untied(), "sparsegpt", text)  # windows of the model's 64 positions
+    of_layers["logits_of_one_batch"] = 5 * 64 * 97 * 4
     assert plan.memory == of_layers | {"masks": 2 * MATRICES, "cached_activations": 5 * 64 * 32 * 4}
     halved = make_plan(untied().bfloat16(), "sparsegpt", text, seq_len=10, enforce=False)
+    of_layers["logits_of_one_batch"] = 5 * 10 * 97 * 2
     assert halved.memory == of_layers | {"cached_activations": 5 * 10 * 32 * 2}
     tuned = make_plan(untied(), "sparsegpt", text, reconstruct=True)
     assert tuned.memory["cached_activations"] == 3 * 5 * 64 * 32 * 4
@@ -73,11 +77,12 @@ def test_memory_of_stacked_matrices_layers_outside_of_blocks_and_twins():
 def test_memory_of_a_run_that_streams_agrees_with_a_hand_computation():
     data, model = {"num_samples": 5, "seq_len": 10}, untied().bfloat16()
     solving = {"statistics_of_one_block": GRAMS, "workspace": SOLVER}
-    masked = HELD | {"masks_of_one_block": MATRICES}
+    held = HELD | {"logits_of_one_batch": 5 * 10 * 97 * 2}
+    masked = held | {"masks_of_one_block": MATRICES}
     assert make_plan(model, "sparsegpt", data).streamed == {"host": masked | solving}
     on_gpu = make_plan(model, "sparsegpt", data, device="cuda:1", enforce=False)
     assert on_gpu.streamed == {
-        "host": HELD | {"masks_of_one_block": 0},
+        "host": held | {"masks_of_one_block": 0},
         "cuda:1": {"one_block": BLOCK, "masks_of_one_block": 0, **solving},
     }
     assert on_gpu.as_dict()["streamed_memory_bytes"] == on_gpu.streamed
@@ -132,13 +137,13 @@ def test_memory_of_a_streamed_shrink_agrees_with_a_hand_computation():
     """MLPs of 64."""
     model, data = untied().bfloat16(), {"num_samples": 5, "seq_len": 10}
     channels = {"statistics_of_one_block": 2 * 4 * 64 * 64, "workspace": 44 * 64 * 64 + 72 * 32 * 64}
-    plan = plan_shrink(model, mlp=0.25, **data)
-    assert plan.streamed == {"host": HELD | channels}
+    plan, held = plan_shrink(model, mlp=0.25, **data), HELD | {"logits_of_one_batch": 10 * 97 * 2}
+    assert plan.streamed == {"host": held | channels}
     assert plan.as_dict()["streamed_memory_bytes"] == plan.streamed
     assert f"in all {sum(plan.streamed['host'].values()) / 2**20:,.1f}" in " ".join(str(plan).split())
     # without channels the largest are a batch of ten tokens, or what tunes the block
     batch = {"workspace": 10 * (2 * (ROWS + COLUMNS) + 4 * COLUMNS)}
-    assert plan_shrink(model, blocks=1, **data).streamed == {"host": HELD | batch}
+    assert plan_shrink(model, blocks=1, **data).streamed == {"host": held | batch}
     tuned = plan_shrink(model, blocks=1, reconstruct=1, **data).streamed["host"]
     assert tuned["workspace"] == 6 * 4 * MATRICES
     assert plan_shrink(model, budget="90% params").streamed == {}
@@ -243,3 +248,68 @@ def test_auto_holds_fisher_metrics_of_a_model_in_memory_alone(metric, held, stre
     plan = mts.make_plan(tiny_llama(), "wanda", **options)
     assert ("fisher_metrics" in plan.memory) == held
     assert [("fisher_metrics" in parts) for parts in plan.streamed.values()] == [streamed]
+
+
+def peak_and_plan(model, **options) -> tuple[int, int]:
+    plan = make_plan(model, "sparsegpt", progress=False, enforce=False, **options)
+    with LiveBytes(*(p.detach() for p in model.parameters()), *model.buffers()) as live:
+        mts.sparsify(model, "sparsegpt", progress=False, enforce=False, **options)
+    return live.peak, sum(plan.memory.values())
+
+
+def test_plan_of_a_budget_counts_the_weights_of_the_plans_that_are_tried():
+    model = tiny_llama(num_hidden_layers=6, hidden_size=128, intermediate_size=256)
+    data = [torch.randint(3, 97, (1, 32), generator=torch.Generator().manual_seed(i)) for i in range(2)]
+    peak, plan = peak_and_plan(model, budget="50% zeros", data_loader=data)
+    assert peak <= plan
+
+
+def mixture(experts: int):
+    config = Qwen3MoeConfig(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=64,
+        moe_intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_experts=experts,
+        num_experts_per_tok=2,
+    )
+    torch.manual_seed(0)
+    return Qwen3MoeForCausalLM(config).eval()
+
+
+def test_plan_counts_the_solutions_of_experts_that_are_solved_in_turns():
+    data = [torch.randint(3, VOCAB, (1, 32), generator=torch.Generator().manual_seed(i)) for i in range(2)]
+    peak, plan = peak_and_plan(mixture(64), pattern="2:4", data_loader=data, memory_limit="1MB")
+    assert peak <= plan
+
+
+class Numbers:
+    """Reads any text as the same tokens."""
+
+    eos_token_id = bos_token_id = None
+
+    def __call__(self, *_args, **_kwargs):
+        return {"input_ids": list(range(3, VOCAB)) * 400}
+
+
+def test_plan_counts_the_tokens_of_experts_that_see_all_of_them():
+    """Second matrices: each expert holds rows of its own for every token."""
+    data = {"data": ["x"], "tokenizer": Numbers()}
+    data |= {"num_samples": 256, "seq_len": 32, "batch_size": 4}
+    data |= {"memory_limit": "1MB", "experts": "all_tokens", "min_tokens": 10**6}
+    peak, plan = peak_and_plan(mixture(8), pattern="2:4", **data)
+    assert peak <= plan
+
+
+def test_plan_counts_what_is_held_while_text_is_written():
+    """Keys and values: 2 blocks, 2 heads of 8 channels, 32 windows of 64 tokens."""
+    data = {"data": ["x"], "tokenizer": Numbers(), "num_samples": 20, "seq_len": 64}
+    plan = make_plan(tiny_llama(), "wanda", **data, self_data="auto")
+    assert plan.memory["cache_of_own_text"] == 2 * 2 * 2 * 8 * 32 * 64 * 4
+    assert "cache_of_own_text" not in make_plan(tiny_llama(), "wanda", **data).memory
+    nothing = make_plan(tiny_llama(), "wanda", data="self", num_samples=20, seq_len=64)
+    assert nothing.memory["cache_of_own_text"] == 2 * 2 * 2 * 8 * 20 * 64 * 4
