@@ -83,7 +83,8 @@ def refuse_what_cannot_be_sparse(module: nn.Module, name: str) -> None:
         clash = f"{type(owner).__name__} has an attribute {param + SUFFIX!r}"
         raise ValueError(f"{name!r}: {clash}, where the mask belongs: rename it, or sparsify with enforce=False")
     weight = getattr(owner, param)
-    if weight.layout != torch.strided or weight.is_quantized or 0 in weight.stride():
+    codes = weight.is_quantized or (weight.is_floating_point() and weight.element_size() == 1)
+    if weight.layout != torch.strided or codes or 0 in weight.stride():
         raise ValueError(f"{name!r} is sparse, quantized or expanded, and takes no zeros: give a dense copy of it")
     _refuse_replaced_forward(owner)
 

@@ -105,7 +105,9 @@ def test_set_mask_refuses_what_does_not_fit_and_leaves_the_module_as_it_was():
         torch.testing.assert_close(module.state_dict(), before, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("weight", [torch.eye(4).to_sparse(), torch.ones(1, 4).expand(4, 4)])
+@pytest.mark.parametrize(
+    "weight", [torch.eye(4).to_sparse(), torch.ones(1, 4).expand(4, 4), torch.eye(4).to(torch.float8_e5m2)]
+)
 def test_weights_that_take_no_zeros_leave_a_plain_module(weight):
     module = nn.Linear(4, 4)
     module.weight = nn.Parameter(weight, requires_grad=False)
