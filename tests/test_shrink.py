@@ -171,6 +171,7 @@ REFUSED = {
     "no such size": ({"to": {"intermediate_sizes": 8}}, "did you mean 'intermediate_size'"),
     "larger": ({"to": {"intermediate_size": 64}}, "below 48"),
     "heads": ({"to": {"num_key_value_heads": 1}}, "heads cost far more"),
+    "heads of queries": ({"to": {"num_attention_heads": 2}}, "heads cost far more"),
     "a budget beside": ({"mlp": 0.25, "budget": "70% params"}, r"got \['mlp', 'budget'\]"),
     "a budget of time": ({"budget": "5 ms"}, "allowed are params, bytes, flops"),
     "two budgets": ({"budget": {"params": "70%", "flops": "70%"}}, "give text, such as '35% bytes'"),

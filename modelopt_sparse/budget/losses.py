@@ -30,7 +30,7 @@ from modelopt_sparse.methods.patterns import NM, Pattern, Unstructured
 from modelopt_sparse.model.devices import offloaded
 from modelopt_sparse.plan.budget import DENSE, parse_choice
 from modelopt_sparse.plan.options import OF_OUTPUT
-from modelopt_sparse.plan.plan import LayerPlan
+from modelopt_sparse.plan.plan import LayerPlan, checksum
 from modelopt_sparse.reports.report import Report
 from modelopt_sparse.reports.text import write_whole
 from modelopt_sparse.run import Run
@@ -171,33 +171,40 @@ def tabled(data: CalibrationData) -> tuple[CalibrationData, ChoiceCosts]:
             raise NoLosses("no gradient of the output reaches the layers: give output= that depends on them, or rules")
         data, losses = with_metrics(data, gradients) if blocks else data, losses_of(data, gradients)
         if file is not None and run.processes.rank == 0:
-            shapes = {layer.name: list(layer.shape) for layer in run.plan.layers}
             written = {name: {str(choice or DENSE): x for choice, x in row.items()} for name, row in losses.items()}
-            facts = {"shapes": shapes, **run.config.counts(), "losses": written}
+            facts = {"weights": _checksums(run), **run.config.counts(), "losses": written}
             write_whole(file, json.dumps(facts, indent=1) + "\n")
     return data, ChoiceCosts(run.plan, losses, run.config, (data.dense or run_dense(data).dense).rows_of_a_unit)
+
+
+def _checksums(run: Run) -> dict[str, str]:
+    """Of each layer's weight; of a streamed one, which is in no memory now, dtype and shape."""
+    values = {x.name: x.layer.values for x in run.plan.layers}
+    return {name: checksum(x if run.storage.resident else x.to("meta")) for name, x in values.items()}
 
 
 def _read(file: Path, run: Run) -> Losses:
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
-        shapes = dict(value["shapes"])
+        weights = dict(value["weights"])
         losses = {name: {parse_choice(text): x for text, x in row.items()} for name, row in value["losses"].items()}
         for loss in (x for row in losses.values() for x in row.values()):
             check_number("a loss", loss, "(-inf, inf)")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"losses={str(file)!r} is no file of losses ({error!r}): give another path") from None
-    before, current = {name: value[name] for name in OF_OUTPUT if name in value}, run.config.counts()
-    if before != current:
-        problem = f"was measured with {before or 'no output= and divergence='}, this run is with {current or 'neither'}"
+    before, asked = {name: value[name] for name in OF_OUTPUT if name in value}, run.config.counts()
+    if before != asked:
+        problem = f"was measured with {before or 'no output= and divergence='}, this run is with {asked or 'neither'}"
         raise ValueError(f"losses={str(file)!r} {problem}: give a new path")
+    current = _checksums(run)
     for layer_plan in run.plan.layers:
         known = losses.get(layer_plan.name, {None: 0.0})
         interpolated = any(isinstance(choice, Unstructured) for choice in known)  # those of others follow
         unknown = [choice for choice in layer_plan.choices if choice not in known]
         missing = [str(choice) for choice in unknown if not (interpolated and isinstance(choice, Unstructured))]
-        if shapes.get(layer_plan.name) != list(layer_plan.shape) or missing:
+        then, now = str(weights.get(layer_plan.name)), current[layer_plan.name]
+        if not (then.startswith(now) or now.startswith(then)) or missing:  # one may be of a streamed model
             layer = f"layer {layer_plan.name!r} {list(layer_plan.shape)}"
-            problem = f"no losses of {layer} at {', '.join(missing) or 'this shape'}"
+            problem = f"no losses of {layer} at {', '.join(missing) or 'these weights'}"
             raise ValueError(f"losses={str(file)!r} has {problem}: give that of this model and choices, or a new path")
     return losses

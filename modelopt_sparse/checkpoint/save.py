@@ -66,6 +66,7 @@ from modelopt_sparse.runtime.convert import convert, loading_place
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 ADAPTERS = re.compile(r"(^|\.)(base_layer\.|lora_)")  # in the names of their tensors
+BY_HAND = "no run has pruned it, but it carries a mask (mts.set_mask)"
 EXTRA = "_extra_state"  # the end of the name of what a module keeps beside parameters and buffers (`get_extra_state`)
 SHOWN = 20  # how many problems an error names
 
@@ -99,7 +100,7 @@ def save(
     - for a folder that is not empty, or that others have filled meanwhile, without ``overwrite``;
     - whatever ``overwrite`` says, for the current directory and the folders above it, and for the folder that the
       model's weights are known to come from;
-    - for values that cannot be saved, no tensors or on the meta device, and for adapters that are not merged;
+    - for values that cannot be saved, no tensors or on the meta device, and for adapters in a model of transformers;
     - for a model of transformers in another rank than 0 of a process group, where transformers writes nothing.
 
     Raises OSError if the folder cannot be written (a full disk). No partial files are left then.
@@ -391,6 +392,8 @@ def _present_report(model: Any) -> Report | None:
         masks, layers = dict(named_masks(model)), {layer.parameter_name: layer for layer in find_layers(model)[0]}
         names = {name.replace(".base_layer.", "."): name for name in masks}
         unmasked = report.unmasked(names)
+        by_hand = {x for x in report.skipped if not names.keys().isdisjoint({x.name, f"{x.name}.weight"})}
+        report.skipped = tuple(replace(x, reason=BY_HAND) if x in by_hand else x for x in report.skipped)
         for i, entry in enumerate(report.layers):
             if (name := names.get(entry.parameter)) is None:
                 report.layers[i] = _without_mask(model, entry, layers.get(entry.parameter), lost=entry.name in unmasked)

@@ -239,8 +239,10 @@ def sparsify(
     method = settings.pop("method")
     empty, quantized = source.empty(dequantize, read=True)
     planned = mts.make_plan(empty, method, settings)  # what is wrong is found here, before weights are read
-    if "data" not in settings and (needing := [layer for layer in planned.layers if layer.calibrated]):
-        raise ValueError(f"method {needing[0].recipe!r} needs calibration text: give --data FILE")
+    needing = [f"method {layer.recipe!r}" for layer in planned.layers if layer.calibrated]
+    needing += [name for name in ("budget", "distill") if settings.get(name)]
+    if "data" not in settings and needing:
+        raise ValueError(f"{needing[0]} needs calibration text: give --data FILE")
     where: dict[str, Any] = {"overwrite": overwrite, "packed": packed}
     if stream:
         where |= {"spill": spill, "dequantize": dequantize, "dtype": source.dtype, **source.hub}

@@ -78,13 +78,14 @@ class Solution:
 
     weight: ``[..., R, C]``, in the dtype of the dense weight, exactly +0.0 wherever ``mask`` is False.
     mask: ``[..., R, C]``, bool, True = kept.
-    error: the relative squared error left in the layer's output, without a unit (see `relative_error`).
+    error: the relative squared error left in the layer's output, without a unit (see `relative_error`); None: the
+      method measures none.
     notes: sentences for the report on what did not go the usual way, such as raised damping.
     """
 
     weight: Tensor
     mask: Tensor
-    error: float
+    error: float | None
     notes: tuple[str, ...] = field(default=())
 
 

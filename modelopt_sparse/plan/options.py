@@ -438,8 +438,8 @@ class SparsifyConfig:
         "4.2e9 bytes". "auto", which ``quality`` sets: the zeros of an unstructured ``pattern``, or that pattern in
         every layer where losses cannot be measured; the report says why.
       choices: what a layer may become under a budget: "dense", and what ``pattern`` takes. None: ("dense", pattern) if
-        ``pattern`` is an N:M one, else "dense", 20 %, 25 %, and so on to 80 %. A rule may have ``choices`` of its own;
-        one with nothing but a ``pattern`` fixes that.
+        an N:M ``pattern`` is given, or the budget is of bytes, else "dense", 20 %, 25 %, and so on to 80 %. A rule may
+        have ``choices`` of its own; one with nothing but a ``pattern`` fixes that.
       runtime: the library whose packed 2:4 weights a budget of bytes counts, "cusparselt" or "cutlass".
       losses: path of a JSON file with the losses of all choices: written, or if it is there used for another budget.
       output: what counts of the model's output, for a budget, the Fisher metric and distill: a name, an index, or a
@@ -531,7 +531,7 @@ class SparsifyConfig:
         if self.budget is not None and (self.budget == AUTO or self.budget.optional):
             self._share_zeros()
         if self.budget is not None and self.choices is None:
-            named = isinstance(self.pattern, NM) and "pattern" in self._passed
+            named = isinstance(self.pattern, NM) and ("pattern" in self._passed or self.budget.unit == "bytes")
             vars(self)["choices"] = (None, self.pattern) if named else parse_choices(LEVELS)
         _check_types(self)
         if (problem := next(_problems(self), None)) is not None:
@@ -563,9 +563,10 @@ class SparsifyConfig:
         if options.get("quality") is not None:
             quality = quality_of(options["quality"], method)
             patterns, choices = (parse_pattern(options.get("pattern", DEFAULT_PATTERN)),), options.get("choices")
+            budget = str(options.get("budget") or "")
             if options.get("masks") is not None:  # they leave nothing to choose by pattern
                 patterns = ()
-            elif options.get("budget") is not None and (choices is not None or "pattern" not in options):
+            elif budget and (choices is not None or ("pattern" not in options and "bytes" not in budget)):
                 patterns = parse_choices(LEVELS if choices is None else choices)
             options = {**quality.options_for(patterns), **options}
         known = cls.names()

@@ -307,7 +307,7 @@ def merged_report(earlier: Report, new: Report) -> Report:
         left = [name for name in run["layers"] if name in standing]
         if left or not run["layers"]:  # what a run has shrunk stands
             runs.append({**run, "layers": left})
-    tuned = {block.name for block in new.blocks}
+    tuned, distilled = {block.name for block in new.blocks}, any(DISTILLED in layer.recipe for layer in untouched)
     tuned_before = {layer.name for layer in earlier.layers if RECONSTRUCTED in layer.recipe}
 
     def stands(block: BlockReport) -> bool:
@@ -321,6 +321,7 @@ def merged_report(earlier: Report, new: Report) -> Report:
         # sparse training names parameters, and so do masks of what is no layer
         skipped=tuple(x for x in new.skipped if held.isdisjoint({x.name, f"{x.name}.weight"})),
         earlier=runs,
+        distillation=new.distillation or (distilled and earlier.distillation) or None,
         shrunk=new.shrunk or earlier.shrunk,
     )
 

@@ -56,9 +56,9 @@ class StepReport:
     seconds: float
 
     @classmethod
-    def of(cls, step: str, error: float, seconds: float) -> "StepReport":
-        """``error``: NaN or inf if none was measured."""
-        return cls(step, float(error) if math.isfinite(error) else None, round(seconds, 4))  # a user's may be a tensor
+    def of(cls, step: str, error: float | None, seconds: float) -> "StepReport":
+        """``error``: None, NaN or inf if none was measured; a user's may be a tensor."""
+        return cls(step, None if error is None or not math.isfinite(error) else float(error), round(seconds, 4))
 
 
 @dataclass(frozen=True)

@@ -296,6 +296,8 @@ def _with_size(model: PreTrainedModel, planned: Plan, sizes: TargetSizes, name: 
             experts_in(model, twin, blocks)
         except ValueError:
             channels_in(model, twin, blocks)
+            if "head" in name:
+                raise ValueError("its channels are no MLP's") from None
         else:
             return replace(sizes, **_experts(model, planned, lambda _: size))
     except ValueError as error:

@@ -180,7 +180,7 @@ class SparseParameter:
         """Bring its entry in the model's report up to date."""
         rows = [] if (report := attached_report(self.model)) is None else report.layers
         for i, row in enumerate(rows):
-            if row.parameter == self.name:
+            if row.parameter == self.name and row.recipe == type(self.algorithm).__name__.lower():
                 notes = [note for note in row.notes if not note.startswith((STILL, REPLACED))]
                 rows[i] = replace(row, **self.counted(), notes=notes + [STILL] * self.still)
 

@@ -546,3 +546,13 @@ def test_quality_leaves_distillation_out_where_memory_is_short(monkeypatch):
     assert report.distillation is None
     assert [note for note in report.notes if re.fullmatch(r"no distillation: it takes [\d,]+ bytes on cpu, .*", note)]
     assert mts.report(mts.sparsify(tiny_llama(), **options, distill=1)).distillation is not None
+
+
+def test_a_distillation_stands_as_long_as_layers_of_it_do():
+    model = mts.sparsify(tiny_llama(), "sparsegpt", distill=1, data_loader=token_batches(), progress=False)
+    before = mts.report(model).distillation
+    mts.sparsify(model, "magnitude", pattern="1:4", include="*.up_proj", progress=False)
+    assert "sparsegpt+distill" in {row.recipe for row in mts.report(model).layers}
+    assert mts.report(model).distillation == before
+    mts.sparsify(model, "magnitude", pattern="1:4", progress=False)
+    assert mts.report(model).distillation is None

@@ -208,3 +208,15 @@ def test_a_hub_name_is_downloaded(packed, tmp_path, monkeypatch):
     assert_same_state(mts.load("org/name", revision="main"), state_of(model))
     weights = "packed.model.safetensors" if packed else "model.safetensors"
     assert asked == ["org/name", *(("org/name", name, "main") for name in sorted([weights, MASKS]))]
+
+
+def test_a_report_does_not_call_dense_what_was_masked_by_hand(tmp_path):
+    model = mts.sparsify(tiny_llama(tie_word_embeddings=False), "magnitude", pattern="2:4")
+    assert "lm_head" in {x.name for x in mts.report(model).skipped}
+    mts.set_mask(model, "lm_head.weight", torch.rand(97, 32) > 0.5)
+    mts.save(model, tmp_path / "saved")
+    for report in map(mts.report, (model, tmp_path / "saved")):
+        assert {x.name: "carries a mask" in x.reason for x in report.skipped} == {
+            "lm_head": True,
+            "model.embed_tokens": False,
+        }

@@ -8,6 +8,7 @@ import pytest
 
 import modelopt_sparse as mts
 from modelopt_sparse.budget.knapsack import choose
+from modelopt_sparse.methods.patterns import NM
 from modelopt_sparse.plan.budget import parse_budget, parse_choices
 from modelopt_sparse.plan.planner import resolve
 from tests.helpers import refused, tiny_llama
@@ -68,14 +69,18 @@ def test_choices_of_layers():
 
 @pytest.mark.parametrize(
     ("options", "permutes"),
-    [({}, False), ({"choices": "dense,2:4,50%"}, True), ({"pattern": "2:4"}, True), ({"pattern": 0.5}, False)],
+    [
+        *[({}, False), ({"choices": "dense,2:4,50%"}, True), ({"pattern": "2:4"}, True), ({"pattern": 0.5}, False)],
+        ({"budget": "90% bytes", "runtime": "cusparselt"}, True),  # levels save none
+    ],
     ids=str,
 )
 def test_quality_permutes_where_a_choice_is_n_m(options, permutes):
-    plan = mts.make_plan(tiny_llama(), quality="balanced", budget="9% zeros", **options)
+    options = {"quality": "balanced", "budget": "9% zeros", **options}
+    plan = mts.make_plan(tiny_llama(), **options)
     assert plan.layers[0].recipe == "alps+reconstruct"
-    config = mts.SparsifyConfig.make(plan.layers[0].method, quality="balanced", budget="9% zeros", **options)
-    assert config.permute == permutes
+    assert any(isinstance(choice, NM) for choice in plan.layers[0].choices) == permutes
+    assert mts.SparsifyConfig.make(plan.layers[0].method, **options).permute == permutes
 
 
 AUTO = {

@@ -180,7 +180,7 @@ def test_a_plan_that_turns_out_worse_is_not_taken(tmp_path):
     match = r"this run is with {'divergence': 'squared'}: give a new path"
     refused(budgeted, tiny_llama(), match=match, **options, divergence="squared")
     (name, row) = next(iter(value["losses"].items()))
-    for wrong in ("{}", '{"shapes": 3}', json.dumps({**value, "losses": {name: {**row, "10%": math.nan}}})):
+    for wrong in ("{}", '{"weights": 3}', json.dumps({**value, "losses": {name: {**row, "10%": math.nan}}})):
         file.write_text(wrong)
         refused(budgeted, tiny_llama(), match="is no file of losses", **options)
     options["losses"] = tmp_path / "nowhere" / "losses.json"
@@ -404,3 +404,10 @@ def test_experts_cost_what_the_router_chooses(build):
     others = [each.size for each in table.plan.layers if ".experts." not in each.name]
     assert routed
     assert table.dense("flops") == sum(routed) + 2 * sum(others)
+
+
+def test_losses_of_another_model_of_the_same_shapes_are_refused(tmp_path):
+    options = {"budget": "35% zeros", "data_loader": token_batches(), "losses": tmp_path / "losses.json"}
+    mts.sparsify(tiny_llama(), "sparsegpt", **options)
+    other = tiny_llama(initializer_range=0.1)
+    refused(mts.sparsify, other, "sparsegpt", match="give that of this model", **options)

@@ -149,8 +149,9 @@ def test_a_method_without_a_name_or_an_error_of_its_own(tmp_path):
             mask = pattern.mask(weight.abs())
             return mts.Solution(weight.masked_fill(~mask, 0), mask, self.error)
 
-    report = mts.report(mts.sparsify(tiny_llama(), Unmeasured()))
-    assert {(layer.recipe, layer.error) for layer in report.layers} == {("Unmeasured", None)}
+    for Unmeasured.error in (None, float("nan")):
+        report = mts.report(mts.sparsify(tiny_llama(), Unmeasured()))
+        assert {(layer.recipe, layer.error) for layer in report.layers} == {("Unmeasured", None)}
     assert "NaN" not in report.to_json()
     assert "nan" not in str(report)
     assert "Error:" not in str(report)

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import modelopt_sparse as mts
 from modelopt_sparse import training
 from modelopt_sparse.model.masking import named_masks
-from tests.helpers import assert_bits
+from tests.helpers import assert_bits, tiny_llama, token_batches
 from tests.training.cases import applied, take_step
 
 INCLUDE = "*weight"
@@ -357,3 +357,19 @@ def test_a_conv_net_trains_channels_last():
         for name, mask in named_masks(model):
             assert not model.get_parameter(name)[~mask].any()
             assert int(mask.sum()) == mask.numel() // 4
+
+
+def test_rows_of_a_run_under_masks_that_move_afterwards_say_so():
+    model, (tokens, *more) = tiny_llama(), token_batches()
+    sparsity = training.RigL(0.8, scope="row", include="blocks", update=1)
+    sparsity.apply(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sparsity.apply(optimizer)
+    mts.sparsify(model, "sparsegpt", pattern="90%", data_loader=more, progress=False)
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    optimizer.step()
+    masks = dict(mts.named_masks(model))
+    for row in mts.report(model).layers:
+        assert row.zeros == int((~masks[row.parameter]).sum()) < 0.85 * row.size
+        assert row.error is None  # it was of SparseGPT's mask
+        assert any("its mask was replaced since" in note for note in row.notes)
