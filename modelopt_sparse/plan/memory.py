@@ -46,11 +46,8 @@ def estimated(
       or experts go: of `shrink_checkpoint`), with the model, by place; {} for a model without blocks.
     """
     text, reconstruct, distill = text_config_of(model), config.reconstruct, config.distill
-    window, added = config.seq_len or default_seq_len(model), config.self_data
-    if isinstance(added, str):
-        adds = config.split_data and (added == "auto" or redraws_text(model))
-        added = OWN_WINDOWS[added] * config.num_samples if adds else 0
-    tokens = (config.num_samples + int(added)) * window if config.holds_text else 0  # 0: not known before they are read
+    window, added = config.seq_len or default_seq_len(model), _own_windows(model, config)
+    tokens = (config.num_samples + added) * window if config.holds_text else 0  # 0: not known before they are read
     calibrated = takers is not None or any(layer_plan.calibrated for layer_plan in planned)
     widens, per_token = calibrated and config.widens(model), experts_per_token(model)
     layers = [_layer_bytes(layer_plan, config, per_token, widens=widens) for layer_plan in planned]
@@ -67,6 +64,8 @@ def estimated(
         "statistics_of_one_block": largest["statistics"],
         "solver_workspace": max(layer["workspace"] for layer in layers),
     }
+    if pieces := max(layer["pieces"] for layer in layers):
+        memory["solutions_of_one_layer"] = pieces
     if widens:  # modules that are held in float32, each for the length of a call
         by_module = grouped(planned, lambda layer_plan: layer_plan.layer.owner).values()
         memory["layer_in_float32"] = BYTES_PER_SUM * max(sum(x.size for x in plans) for plans in by_module)
@@ -88,10 +87,10 @@ def estimated(
     memory |= {part: tokens * size for part, size in token_bytes.items() if tokens and size}
     # how many tokens a data_loader, a forward_loop or a processor yields is not known yet; a streamed model writes none
     known = calibrated and config.data_loader is None and config.forward_loop is None and config.processor is None
-    of_text = _text_bytes(model, config, window, int(added), value) if known else {}
+    of_text = _text_bytes(model, config, window, added, value) if known else {}
     memory |= of_text if config.holds_text else {}
-    parts, window = memory | of_text, window if known else None
-    return memory, _streamed(model, stacks, config, parts, together, activations, window)
+    window = window if known else None
+    return memory, _streamed(model, stacks, config, memory | of_text, together, activations, window)
 
 
 def _streamed(
@@ -122,7 +121,8 @@ def _streamed(
     def as_above(*parts: str) -> dict[str, int]:
         return {part: memory[part] for part in parts if part in memory}
 
-    solving = {**as_above("statistics_of_one_block"), "workspace": workspace, **as_above("routed_tokens_of_one_block")}
+    solving = {**as_above("statistics_of_one_block"), "workspace": workspace}
+    solving |= as_above("routed_tokens_of_one_block", "solutions_of_one_layer")
     host = {"outside_of_the_blocks": outside, "one_block_twice": 2 * largest, "masks_of_one_block": masks}
     if config.reconstruct is not None and config.reconstruct.metric == "fisher":  # "auto" is plain here
         host |= as_above("fisher_metrics")
@@ -187,6 +187,14 @@ def tight(plan: Plan, config: SparsifyConfig) -> str | None:
 # parts ----------------------------------------------------------------------------------------------------------------
 
 
+def _own_windows(model: nn.Module, config: SparsifyConfig) -> int:
+    """How many windows of text the model adds to the user's, at most."""
+    if not isinstance(added := config.self_data, str):
+        return added
+    adds = config.split_data and (added == "auto" or redraws_text(model))
+    return OWN_WINDOWS[added] * config.num_samples if adds else 0
+
+
 def _reconstruction_bytes(
     planned: Sequence[LayerPlan], config: SparsifyConfig, tokens: int, tuned: int
 ) -> dict[str, int]:
@@ -225,10 +233,10 @@ def _layer_bytes(layer_plan: LayerPlan, config: SparsifyConfig, chosen: int | No
     layer, matrices, size = layer_plan.layer, layer_plan.matrices, layer_plan.size
     value, number = layer.parameter.element_size(), _bytes_per_number(layer_plan)
     statistics, solver = _matrix_bytes(layer_plan)
-    workspace, routed = matrices * solver, 0
+    workspace, routed, pieces = matrices * solver, 0, 0
     if layer_plan.at_once is not None:  # an expert's Gram matrix is made when it is solved, from its rows
-        # beside it the pieces that are solved, and all of them put together
-        workspace = layer_plan.at_once * (statistics + solver) + 2 * size * (value + 1)
+        workspace = layer_plan.at_once * (statistics + solver)
+        pieces = 2 * size * (value + 1)  # weights and masks as they are solved, and all of them put together
         statistics = min(statistics, number * columns)
         if _needs(layer_plan) == "gram":  # those that see all tokens, which may be all, have rows of their own
             passes = [chosen or matrices] + [matrices] * (config.experts == "all_tokens")
@@ -240,6 +248,7 @@ def _layer_bytes(layer_plan: LayerPlan, config: SparsifyConfig, chosen: int | No
     return {
         "statistics": matrices * statistics,
         "workspace": workspace,
+        "pieces": pieces,
         "size": size,
         "masks": size * (1 + len(layer.tied_modules)),
         "tuned": number * size,
@@ -259,7 +268,7 @@ def _choice_bytes(
     ``layer``: what `_layer_bytes` gives. ``takers``: layer name -> whether it is refit.
     """
     chosen = per_token or layer_plan.matrices
-    layer, (*_, rows, columns) = {**layer, "statistics": 0, "workspace": 0, "routed": 0}, layer_plan.shape
+    layer, (*_, rows, columns) = {**layer, "statistics": 0, "workspace": 0, "routed": 0, "pieces": 0}, layer_plan.shape
     if layer_plan.name not in takers:
         return layer
     if not layer_plan.routed:
