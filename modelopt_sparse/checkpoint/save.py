@@ -66,7 +66,7 @@ from modelopt_sparse.runtime.convert import convert, loading_place
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 ADAPTERS = re.compile(r"(^|\.)(base_layer\.|lora_)")  # in the names of their tensors
-BY_HAND = "no run has pruned it, but it carries a mask (mts.set_mask)"
+BY_HAND = "no run has pruned it, its mask was set by hand"
 EXTRA = "_extra_state"  # the end of the name of what a module keeps beside parameters and buffers (`get_extra_state`)
 SHOWN = 20  # how many problems an error names
 
@@ -385,7 +385,8 @@ def report(model: nn.Module | str | Path) -> Report:
 def _present_report(model: Any) -> Report | None:
     """The report that a model carries. Rows of layers whose masks are others since (`set_mask`, `load_state_dict`), or
     gone with a module that was replaced, say so, and have their zeros. The error went with the old mask; the pattern
-    stays, for `verify` to hold the layer to. Names are those from before PEFT has wrapped model and layers."""
+    stays, for `verify` to hold the layer to. Weights that no run has pruned, and that carry a mask, say so. Names are
+    those from before PEFT has wrapped model and layers."""
     report = attached_report(model)
     if report is not None:
         model = model.get_base_model() if hasattr(model, "get_base_model") else model

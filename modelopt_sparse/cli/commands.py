@@ -224,6 +224,8 @@ def sparsify(
     from modelopt_sparse.checkpoint.folder import checked_place
     from modelopt_sparse.cli.inputs import settings_of, tokens_in
     from modelopt_sparse.distributed import rank
+    from modelopt_sparse.oneshot import what_needs_data
+    from modelopt_sparse.plan.planner import resolve
 
     if stream and eval_data is not None:
         raise ValueError("--eval holds the whole model, which --stream never does: use eval afterwards")
@@ -239,9 +241,7 @@ def sparsify(
     method = settings.pop("method")
     empty, quantized = source.empty(dequantize, read=True)
     planned = mts.make_plan(empty, method, settings)  # what is wrong is found here, before weights are read
-    needing = [f"method {layer.recipe!r}" for layer in planned.layers if layer.calibrated]
-    needing += [name for name in ("budget", "distill") if settings.get(name)]
-    if "data" not in settings and needing:
+    if "data" not in settings and (needing := what_needs_data(planned, resolve(method, None, settings)[1])):
         raise ValueError(f"{needing[0]} needs calibration text: give --data FILE")
     where: dict[str, Any] = {"overwrite": overwrite, "packed": packed}
     if stream:
