@@ -5,7 +5,7 @@ import json
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
-from itertools import accumulate, islice
+from itertools import accumulate, count, islice
 from pathlib import Path
 from typing import Any
 from weakref import ref
@@ -362,14 +362,14 @@ def documents_of(data: Any, split: str = "train") -> Iterable[Any]:
         raise TypeError(f"data is a mapping of {first_few(list(map(str, data)))}: give one, as data=data['train']")
     if isinstance(data, (bytes, bytearray)) or not isinstance(data, Iterable):
         raise TypeError(f"data is a {type(data).__name__}: give a Path, a data set or its name, or a list of texts")
-    documents = map(_document, _column(data, (*TEXT, *CHAT)) if is_dataset(data) else data)
+    documents = map(_document, _column(data, (*TEXT, *CHAT)) if is_dataset(data) else data, count())
     return documents if is_stream(data) else list(documents)
 
 
-def _document(row: Any) -> Any:
+def _document(row: Any, number: int) -> Any:
     row = row.get("text", row.get("messages")) if isinstance(row, Mapping) else row
     if not isinstance(row, str) and not _is_chat(row):
-        problem = f"data is strings or chats (lists of messages with a role), and no {type(row).__name__}"
+        problem = f"data is strings or chats (lists of messages with a role), and row {number} a {type(row).__name__}"
         raise TypeError(f"{problem}: give token tensors as data_loader, and images with processor=")
     return row.encode(errors="replace").decode() if isinstance(row, str) else row  # halves of emojis
 
@@ -474,7 +474,7 @@ def _in_file(path: Path) -> list[Any]:
         if not isinstance(content, str) and not _is_chat(content):
             wanted = 'a JSON object with a "text" key that holds a string, or a "messages" key that holds a chat'
             raise ValueError(f"{str(path)!r} line {number}: every line must be {wanted}")
-        rows.append(_document(content))
+        rows.append(_document(content, number))
     return rows
 
 

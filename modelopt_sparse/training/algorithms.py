@@ -178,13 +178,14 @@ class DynamicSparsityAlgorithm(SparsityAlgorithm):
         if gone := [name for name in without if moving[name].stepped or len(without) == len(moving)]:
             problem = f"{gone[0]!r} has no gradient after step {self.step}"
             raise RuntimeError(f"{problem}: keep it until all optimizers have made theirs")
-        lost = []
+        lost, idle = [], []
         for name, weight in moving.items():
             matrix = weight.layer.matrix(weight.data)
             if self.needs_gradient:
                 if (gradient := weight.gradient) is None:
                     continue  # no sample of this step came to the layer
                 came = gradient != 0
+                idle += [name] * (not came.any())
                 if (came & weight.mask).any() and not weight.mask.all() and not (came & ~weight.mask).any():
                     lost.append(name)
                 matrix = matrix.clone(memory_format=torch.contiguous_format)
@@ -195,6 +196,9 @@ class DynamicSparsityAlgorithm(SparsityAlgorithm):
             self.generator = generator_for(self.seed, name, self.step)
             mask = self.update_mask(matrix, weight.layer.matrix(weight.mask), levels[name])
             weight.mask = weight.layer.unmatrix(checked_mask(mask, matrix, "update_mask")).contiguous()
+        if idle and len(idle) == len(moving):
+            problem = f"all gradients are zero after step {self.step}, so that nothing new grows"
+            warnings.warn(f"{problem}: update masks before zero_grad", stacklevel=2)
         if lost:
             causes = "float16 weights, FSDP's MixedPrecisionPolicy(float16) and fp16_compress_hook lose them"
             problem = f"{len(lost)} weights ({lost[0]!r} first) have no gradient at any pruned place"

@@ -62,11 +62,12 @@ NO_DATA = [
     # load_dataset without a split gives one: its keys are strings, and no documents
     (SPLITS, TypeError, r"data is a mapping of train; test: give one, as data=data\['train'\]"),
     (5, TypeError, "data is a int: give a Path, a data set or its name"),
+    (["a text", None], TypeError, "strings or chats .*, and row 1 a NoneType: give token tensors as data_loader"),
     (b"bytes", TypeError, "data is a bytes: give a Path, a data set or its name"),
 ]
 
 
-@pytest.mark.parametrize(("data", "error", "words"), NO_DATA, ids=["no column", "splits", "int", "bytes"])
+@pytest.mark.parametrize(("data", "error", "words"), NO_DATA, ids=["no column", "splits", "int", "None", "bytes"])
 def test_what_is_no_data(data, error, words):
     with pytest.raises(error, match=words):
         documents_of(data)

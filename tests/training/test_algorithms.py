@@ -373,6 +373,9 @@ def test_autoupdate_off_leaves_it_to_update():
     assert not torch.equal(model.linear.weight_mask, mask)
     assert_zero_at_rest(model, [optimizer], {"linear.weight": mask})
     assert mts.report(model).layers[0].zeros == 32
+    optimizer.zero_grad(set_to_none=False)
+    with pytest.warns(UserWarning, match="all gradients are zero after step 3, so that nothing new grows"):
+        sparsity.update()
 
 
 def test_masks_depend_on_the_seed_and_not_on_the_filter():
