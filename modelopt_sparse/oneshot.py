@@ -24,7 +24,7 @@ from modelopt_sparse.model.devices import (
     run_eagerly,
 )
 from modelopt_sparse.model.find import model_inside
-from modelopt_sparse.model.masking import remove_masks
+from modelopt_sparse.model.masking import refuse_what_cannot_be_sparse, remove_masks
 from modelopt_sparse.plan.memory import lacking, tight
 from modelopt_sparse.plan.options import SparsifyConfig
 from modelopt_sparse.plan.plan import Plan, common_to_processes
@@ -252,3 +252,5 @@ def _check(model: nn.Module, plan: Plan, config: SparsifyConfig, storage: Storag
             )
         if storage.resident:  # others are looked at when a block has its weights
             refuse_unusable(layer_plan.layer)
+            for name in layer_plan.layer.parameter_names if config.enforce else ():
+                refuse_what_cannot_be_sparse(model, name)

@@ -29,19 +29,21 @@ class Unreadable(ValueError):
     """The weights of a block cannot be read, now that they are needed."""
 
 
-LARGEST = 2.0**40  # of a weight: far beyond those of any model, and sums of its squares are far from overflowing
+# of the largest weight of a layer: far beyond those of any model, and sums of squares far from overflow and underflow
+LARGEST, SMALLEST = 2.0**40, 2.0**-60
 
 
 def refuse_unusable(layer: Layer) -> None:
-    """Raise `Unreadable` for a weight that holds NaN, inf, or values whose squares may overflow, or is expanded."""
+    """Raise `Unreadable` for a weight that holds NaN, inf, or values whose squares may overflow or all underflow, or is
+    expanded."""
     if any(step == 0 and size > 1 for step, size in zip(layer.values.stride(), layer.values.shape)):
         raise Unreadable(f"layer {layer.name!r} is expanded, so that its weights share memory: clone it, or exclude it")
     low, high = map(float, layer.values.aminmax())
     if not math.isfinite(largest := max(-low, high)):
         advice = "repair the checkpoint or exclude it (modelopt-sparse finalize, if NaN stands for pruned weights)"
         raise Unreadable(f"layer {layer.name!r}: its weight holds NaN or inf: {advice}")
-    if largest > LARGEST:
-        why = f"its weight holds {largest:.3g}, and more than 2^40 is not squared"
+    if largest and not SMALLEST <= largest <= LARGEST:
+        why = f"its weight holds {largest:.3g}, and more than 2^40, or nothing but less than 2^-60, is not squared"
         raise Unreadable(f"layer {layer.name!r}: {why}: repair the checkpoint or exclude it")
 
 

@@ -243,7 +243,7 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         output = func(*args, **(kwargs or {}))
         for x in tree_leaves(output):
-            if isinstance(x, torch.Tensor) and x.untyped_storage() not in self.seen:
+            if isinstance(x, torch.Tensor) and not x.is_meta and x.untyped_storage() not in self.seen:
                 storage = x.untyped_storage()
                 self.seen.add(storage)
                 self._count(storage.nbytes())

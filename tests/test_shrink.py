@@ -11,12 +11,16 @@ from unittest.mock import MagicMock, Mock
 import numpy as np
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import (
+    CLIPVisionConfig,
     Gemma3nForCausalLM,
     Gemma3nTextConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
     PreTrainedModel,
     Trainer,
     TrainingArguments,
@@ -129,6 +133,21 @@ def test_fewer_blocks_are_skipped_ones(name, tmp_path):
     written = model.config.to_dict()
     assert BLOCKS - 1 in [written.get(key) for key in USUAL]
     assert len(written.get("layer_types") or kept) == BLOCKS - 1
+
+
+def test_parametrized_modules_are_of_one_kind(tmp_path):
+    """torch makes a class for each; wav2vec 2.0 and its relatives have one before their blocks."""
+    sizes: Any = {"hidden_size": 32, "intermediate_size": WIDTH, "num_hidden_layers": BLOCKS, "num_attention_heads": 4}
+    waves: Any = {"conv_dim": (16,), "conv_kernel": (8,), "conv_stride": (8,), "num_conv_pos_embedding_groups": 2}
+    torch.manual_seed(0)
+    model = transformers.HubertForCTC(
+        transformers.HubertConfig(vocab_size=97, initializer_range=0.2, **sizes, **waves)
+    ).eval()
+    dense, batches = copy.deepcopy(model), [{"input_values": x} for x in torch.randn(3, 2, 400).unbind()]
+    mts.shrink(model, blocks=[1], data_loader=batches, progress=False)
+    with_skipped(dense.hubert.encoder.layers, [0, 2, 3])
+    assert torch.equal(output(model, batches[0]), output(dense, batches[0]))
+    assert torch.equal(output(reloaded(model, tmp_path), batches[0]), output(model, batches[0]))
 
 
 def test_each_side_of_an_encoder_decoder_by_its_own_name(tmp_path):
@@ -253,6 +272,18 @@ def test_a_smaller_model_is_distilled_without_its_own_loss(name):
     assert "distilled" in mts.report(model).shrunk.kl
 
 
+@pytest.mark.parametrize("way", [{"blocks_by": "kl"}, {"blocks_by": "influence"}, {}])
+def test_data_that_does_not_reach_what_goes_is_an_error(way):
+    """Text says nothing of a tower for images."""
+    sizes: Any = {"hidden_size": 32, "intermediate_size": WIDTH, "num_hidden_layers": BLOCKS, "num_attention_heads": 4}
+    images = CLIPVisionConfig(**sizes, image_size=16, patch_size=8)
+    config = LlavaConfig(vision_config=images, text_config=LlamaConfig(**BASE), image_token_index=96)
+    size = {"num_hidden_layers": 2} if way else {"intermediate_size": 32}
+    to = {f"vision_config.{name}": number for name, number in size.items()}
+    match = "the calibration data does not reach them: give data that does" if way else "fc2' saw no calibration data"
+    refused(mts.shrink, LlavaForConditionalGeneration(config), match=match, to=to, **way, **LOADER, progress=False)
+
+
 @pytest.mark.filterwarnings("ignore:.* is calibrated through the whole model")
 def test_influence_is_for_blocks_that_can_be_run_by_themselves():
     options = {"blocks": 1, **LOADER, "progress": False}
@@ -274,6 +305,26 @@ def test_the_plan_is_what_is_made():
     block, lost = 2 * 1024 * 32 * (2 * 32 + 2 * 16), 2 * 1024 * 32 * 3 * 24
     attention = 2 * 2 * 1024 * 1024 * 32
     assert old - new == block + attention + 2 * 1024 * 32 * 3 * WIDTH + 3 * lost
+
+
+class Listening(LlamaForCausalLM):
+    """It writes text, and takes no tokens."""
+
+    def forward(self, input_features: Tensor) -> Any:
+        return super().forward(inputs_embeds=input_features)
+
+
+def test_the_flops_of_a_model_that_takes_no_tokens_are_not_known():
+    plan = mts.plan_shrink(Listening(LlamaConfig(**BASE)), mlp=0.25)
+    assert "FLOPs of a call" not in plan.changes
+    assert plan.notes[0].startswith("FLOPs and cache are not known")
+
+
+@pytest.mark.parametrize(("mlp_only_layers", "differ"), [([0, 2], True), ([], False)])
+def test_the_plan_says_that_blocks_differ_in_size(mlp_only_layers, differ):
+    plan = mts.plan_shrink(shrinkable("Qwen3Moe", mlp_only_layers=mlp_only_layers), blocks=1)
+    (note,) = [note for note in plan.notes if note.startswith("which blocks go is chosen with data")]
+    assert ("they differ in size" in note) == differ
 
 
 def test_a_second_run_says_what_the_first_has_done():
@@ -597,3 +648,21 @@ def test_the_last_sliding_block_may_go(name, tmp_path):
     (batch, *_), batches = calls(model), calls(model)
     mts.shrink(model, blocks=[BLOCKS - 1], data_loader=batches, progress=False)
     torch.testing.assert_close(output(reloaded(model, tmp_path), batch), output(model, batch))
+
+
+@pytest.mark.skipif(
+    not hasattr(transformers.PreTrainedConfig, "per_layer_config"), reason="no config has values of single blocks"
+)
+def test_values_of_single_blocks_move_with_them(tmp_path):
+    """In the config of Gemma 4 these are the heads of blocks with full attention."""
+    kinds: Any = {"layer_types": ["sliding_attention", "full_attention"] * 2, "hidden_size_per_layer_input": 0}
+    heads: Any = {"head_dim": 8, "global_head_dim": 16, "num_kv_shared_layers": 0, "sliding_window": 8}
+    torch.manual_seed(0)
+    config = transformers.Gemma4TextConfig(**{**BASE, **kinds, **heads})
+    model = transformers.Gemma4ForCausalLM(config).eval()
+    dense, (batch, *_) = copy.deepcopy(model), calls(model)
+    mts.shrink(model, blocks=[0], data_loader=calls(model), progress=False)
+    with_skipped(dense.model.layers, [1, 2, 3])
+    torch.testing.assert_close(output(model, batch), output(dense, batch))
+    torch.testing.assert_close(output(reloaded(model, tmp_path), batch), output(model, batch))
+    assert model.config.to_dict()["per_layer_config"] == {"0": {"head_dim": 16}, "2": {"head_dim": 16}}

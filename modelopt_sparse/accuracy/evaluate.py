@@ -6,6 +6,7 @@ dropped. Perplexity is exp of the mean negative log-likelihood of the windows' p
 """
 
 import math
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,7 +19,14 @@ from modelopt_sparse.calibration.forward import CalibrationData
 from modelopt_sparse.distributed import Processes
 from modelopt_sparse.model.devices import input_device
 from modelopt_sparse.model.find import model_inside
-from modelopt_sparse.model.hf import default_batch_size, default_seq_len, refuse_longer_windows, refuse_unknown_tokens
+from modelopt_sparse.model.hf import (
+    default_batch_size,
+    default_seq_len,
+    is_encoder_decoder,
+    redraws_text,
+    refuse_longer_windows,
+    refuse_unknown_tokens,
+)
 from modelopt_sparse.model.output import Divergence, Which, relative
 from modelopt_sparse.plan.options import SparsifyConfig
 from modelopt_sparse.plan.plan import Plan
@@ -54,18 +62,20 @@ def evaluate(
     the model takes, for batch_size < 1, for a reference with an output of another shape, and for outputs that hold NaN.
     A model that rules a token out which comes next, or has collapsed, has an infinite perplexity.
     """
-    as_text = isinstance(tokens, Tensor) and output is None and divergence is None
+    inside = model_inside(model)
+    causal = not (redraws_text(inside) or is_encoder_decoder(inside))  # others see the tokens that come next
+    as_text = isinstance(tokens, Tensor) and output is None and divergence is None and causal
     if isinstance(tokens, Tensor):
         windows = _windows(model, tokens, default_seq_len(model) if seq_len is None else seq_len, batch_size)
         tokens, seq_len = [{"input_ids": batch} for batch in windows], windows[0].shape[1] if as_text else None
     if as_text:
         output, divergence = _of_next_tokens, "kl"
     config = SparsifyConfig(data_loader=tokens, output=output, divergence=divergence)
-    run = Run(model_inside(model), Plan((), (), {}, ()), config, InMemory(), Processes(), Report())
+    run = Run(inside, Plan((), (), {}, ()), config, InMemory(), Processes(), Report())
     runs = [run] if reference is None else [run, replace(run, model=model_inside(reference))]
     calls, sums = load_calls(config, run.model, run.report.notes), []
     if reference is None and not as_text:
-        raise ValueError("batches have no perplexity, and say how far a model is from the dense one: give reference=")
+        raise ValueError("text of causal models aside, batches have no perplexity, but a distance: give reference=")
     bar = Progress("evaluate", "batch", len(calls), show=progress)
     with calibrating(run.model), calibrating(runs[-1].model), bar:
         for number, call in enumerate(calls):
@@ -74,6 +84,8 @@ def evaluate(
             losses = [_loss(counted.values, call.kwargs["input_ids"]) for counted in outputs if as_text]
             sums.append([*losses, *(x for counted in dense for x in counted.sums(model_output))])
             bar.update()
+    for note in run.report.notes:
+        warnings.warn(note, stacklevel=2)
     added, rows = [sum(column) for column in zip(*sums)], sum(batch_rows(call.args, call.kwargs) for call in calls)
     losses, count = added[: len(runs) * as_text], rows * ((seq_len or 2) - 1)
     if any(map(math.isnan, added)):

@@ -367,6 +367,9 @@ def documents_of(data: Any, split: str = "train") -> Iterable[Any]:
 
 
 def _document(row: Any, number: int) -> Any:
+    if isinstance(row, Mapping) and not row.keys() & {"text", "messages"}:
+        keys = first_few([*map(str, row)])
+        raise TypeError(f"row {number} of data has no 'text' or 'messages', but {keys}: give a list of texts")
     row = row.get("text", row.get("messages")) if isinstance(row, Mapping) else row
     if not isinstance(row, str) and not _is_chat(row):
         problem = f"data is strings or chats (lists of messages with a role), and row {number} a {type(row).__name__}"

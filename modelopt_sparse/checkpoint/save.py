@@ -205,8 +205,8 @@ def add_masks(model: nn.Module, folder: str | Path) -> None:
     if is_packed(folder):
         raise ValueError(f"{str(folder)!r} is packed by other masks: unpack it, or save the model to another folder")
     weights = opened_weights(folder)
-    (folder / DESCRIPTION).unlink(missing_ok=True)
     aliases = {name: shared_name for name, shared_name in _tied(_tensors(model)).items() if name not in weights}
+    (folder / DESCRIPTION).unlink(missing_ok=True)
     _write_masks_and_report(model, folder, aliases)
 
 
@@ -234,7 +234,8 @@ def _values(model: nn.Module, name: str, value: Any) -> Any:
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
     """The state dict as it is saved.
 
-    Raises ValueError for a value that is no tensor, and for a tensor on the meta device, a sparse or a nested one.
+    Raises ValueError for a value that is no tensor, and for a tensor on the meta device, a sparse or a nested one, or
+    one of a dtype that files do not have.
     """
     state = {name: _values(model, name, value) for name, value in _state(model).items()}
     for name, value in state.items():
@@ -245,17 +246,22 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
         if value.layout != torch.strided or value.is_nested:
             advice = "register it with persistent=False, or make it dense"
             raise ValueError(f"{name!r} is a sparse or nested tensor: only dense ones can be saved: {advice}")
-    return {name: tensor.detach() for name, tensor in state.items()}
+        if value.is_quantized or value.dtype in (torch.complex32, torch.complex128):
+            raise ValueError(f"{name!r} is {value.dtype}, which safetensors does not store: convert it before saving")
+    # files hold the memory of a tensor, which is not conjugated or negated in that of a view that stands for it
+    return {name: tensor.detach().resolve_conj().resolve_neg() for name, tensor in state.items()}
 
 
 def _for_transformers(model: PreTrainedModel, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The state dict for save_pretrained: tensors that are one in the model, and that ``from_pretrained`` does not tie
-    again, are several, else one alone would be written. Raises ValueError for an adapter."""
+    """The state dict for save_pretrained: tensors that share memory in the model, and that ``from_pretrained`` does not
+    tie again, are several, else one alone would be written, or none. Raises ValueError for an adapter."""
     if adapters := [name for name in state if ADAPTERS.search(name)]:
         problem = f"{adapters[0]!r} is part of an adapter, for which from_pretrained has no place"
         raise ValueError(f"{problem}: merge it first, for example by merge_and_unload()")
     declared = model.get_expanded_tied_weights_keys(all_submodels=True)
-    untied = {name for name, first in _tied(state).items() if declared.get(name, name) != declared.get(first, first)}
+    firsts: dict[int, str] = {}
+    homes = {name: firsts.setdefault(tensor.untyped_storage().data_ptr(), name) for name, tensor in state.items()}
+    untied = {name for name, first in homes.items() if declared.get(name, name) != declared.get(first, first)}
     return {name: tensor.clone() if name in untied else tensor for name, tensor in state.items()}
 
 
@@ -383,15 +389,17 @@ def report(model: nn.Module | str | Path) -> Report:
 
 
 def _present_report(model: Any) -> Report | None:
-    """The report that a model carries. Rows of layers whose masks are others since (`set_mask`, `load_state_dict`), or
-    gone with a module that was replaced, say so, and have their zeros. The error went with the old mask; the pattern
-    stays, for `verify` to hold the layer to. Weights that no run has pruned, and that carry a mask, say so. Names are
-    those from before PEFT has wrapped model and layers."""
+    """The report that a model carries. Rows of layers whose masks are others since (`set_mask`, `load_state_dict`), as
+    the number of their zeros or the pattern shows, or gone with a module that was replaced, say so, and have their
+    zeros. The error went with the old mask; the pattern stays, for `verify` to hold the layer to. Weights that no run
+    has pruned, and that carry a mask, say so. Names are those from before PEFT has wrapped model and layers."""
     report = attached_report(model)
     if report is not None:
-        model = model.get_base_model() if hasattr(model, "get_base_model") else model
+        known = dict(model.named_parameters(remove_duplicate=False))
+        if hasattr(model, "get_base_model") and not any(entry.parameter in known for entry in report.layers):
+            model = model.get_base_model()
         masks, layers = dict(named_masks(model)), {layer.parameter_name: layer for layer in find_layers(model)[0]}
-        names = {name.replace(".base_layer.", "."): name for name in masks}
+        names = {alike: name for name in masks for alike in (name, name.replace(".base_layer.", "."))}
         unmasked = report.unmasked(names)
         by_hand = {x for x in report.skipped if not names.keys().isdisjoint({x.name, f"{x.name}.weight"})}
         report.skipped = tuple(replace(x, reason=BY_HAND) if x in by_hand else x for x in report.skipped)

@@ -106,8 +106,8 @@ def verify(
     All other masks, those of biases and embeddings too, are checked for zeros where they are False.
 
     Raises PatternError, a ValueError, that names the layers that fail. Raises ValueError for a folder that cannot be
-    read, is damaged or is quantized, for packed layers and those that hold codes, and if neither a pattern nor a report
-    is there.
+    read, is damaged or is quantized, for packed layers, those that hold codes and those on the meta device, and if
+    neither a pattern nor a report is there.
 
     >>> len(mts.verify("sparse-model", pattern="2:4").layers)
     14
@@ -120,9 +120,12 @@ def verify(
     else:
         model, read, masks, record, files = _open(Path(model), trust_remote_code, hashes)
     expected = [*_expected(model, masks, record, asked)]
-    for layer, _ in expected:
-        refuse_codes(model, layer.name, layer.parameter)
-    checked = [_look(layer, read(layer), masks.get(layer.parameter_name), held_to) for layer, held_to in expected]
+    checked = list[Verified]()
+    for layer, held_to in expected:
+        refuse_codes(model, layer.name, weight := read(layer))
+        if weight.is_meta:
+            raise ValueError(f"layer {layer.name!r} is on the meta device and has no values: load the model first")
+        checked.append(_look(layer, weight, masks.get(layer.parameter_name), held_to))
     unmasked = set() if record is None else record.unmasked(masks)
     checked = [replace(layer, note=UNMASKED) if layer.name in unmasked else layer for layer in checked]
     first = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -149,8 +152,14 @@ def _notes(model: nn.Module, record: Report | None) -> tuple[str, ...]:
 def _count_masked(model: nn.Module, name: str, mask: Tensor) -> int:
     """How many weights of a sparse module are not +0.0 where its mask is False."""
     path, _, key = name.rpartition(".")
-    weight = stored(model.get_submodule(path), key)[~mask]
-    return int(((weight != 0) | torch.signbit(weight)).sum())
+    return int(_occupied(stored(model.get_submodule(path), key).detach()[~mask]).sum())
+
+
+def _occupied(weight: Tensor) -> Tensor:
+    """Where a weight is not +0.0: kernels that look at the bits take -0.0 for a nonzero."""
+    if weight.is_complex():
+        return _occupied(torch.view_as_real(weight.resolve_conj())).any(-1)
+    return (weight != 0) | torch.signbit(weight)
 
 
 def _expected(
@@ -187,7 +196,7 @@ def _look(layer: Layer, weight: Tensor, mask: Tensor | None, pattern: Pattern | 
 
 
 def _problem(layer: Layer, weight: Tensor, mask: Tensor | None, pattern: Pattern | None) -> str:
-    occupied = (weight != 0) | torch.signbit(weight)  # kernels that look at the bits take -0.0 for a nonzero
+    occupied = _occupied(weight)
     if pattern is not None:
         if misfit := pattern.misfit(layer.columns(weight)):
             return misfit

@@ -418,7 +418,7 @@ def shrink(
     pairs = [assignment.partition("=") for assignment in to or []]
     sizes |= {"to": {key: read_yaml(size, f"--to {key}") for key, _, size in pairs}, "budget": budget}
     sizes = {name: value for name, value in sizes.items() if value}
-    settings = sizes | settings_of(source, criterion=criterion, quality=quality, progress=progress, **text_flags)
+    settings = settings_of(source, criterion=criterion, quality=quality, progress=progress, **text_flags) | sizes
     settings.pop("method")
     of_run = {name: value for name, value in settings.items() if name not in ("data", "tokenizer", "progress")}
     planned = mts.plan_shrink(source.empty(False)[0], **of_run)

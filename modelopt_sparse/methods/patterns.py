@@ -183,7 +183,8 @@ class Unstructured(_Pattern):
     scope: str | None = None
 
     def __post_init__(self) -> None:
-        if not (isinstance(self.sparsity, Real) and 0 <= self.sparsity < 1):
+        is_number = isinstance(self.sparsity, Real) and not isinstance(self.sparsity, bool | Fraction)
+        if not (is_number and 0 <= self.sparsity < 1):
             raise ValueError(f"sparsity {self.sparsity!r}: the pruned fraction must be in [0, 1), such as 0.5 or '50%'")
         if self.scope is not None and self.scope not in SCOPES:
             raise ValueError(f"scope {self.scope!r} of an unstructured pattern: allowed are {', '.join(SCOPES)}")

@@ -26,7 +26,8 @@ from torch import Tensor, nn
 
 # names, wrappers and modes --------------------------------------------------------------------------------------------
 # The wrappers of torch.compile, DataParallel and DistributedDataParallel put ``_orig_mod.`` or ``module.`` before every
-# name, and hide the model's class and configuration.
+# name, and hide the model's class and configuration. That of activation checkpointing names modules and parameters so,
+# and leaves it out in the state dict.
 
 
 def full_name(path: str, name: str) -> str:
@@ -41,6 +42,8 @@ def unwrapped(model: nn.Module) -> nn.Module:
             model = model.get_submodule("_orig_mod")
         elif isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
             model = model.module
+        elif "_checkpoint_wrapped_module" in model._modules:
+            model = model.get_submodule("_checkpoint_wrapped_module")
         else:
             return model
 
@@ -472,6 +475,15 @@ def stored(module: nn.Module, name: str) -> Tensor:
         return parameter_of(module, name)
     assert hook.weights_map is not None  # accelerate fills it in when the hook is added
     return hook.weights_map[name]
+
+
+def identity_of(module: nn.Module, name: str) -> int:
+    """A number that modules have in common if they hold one parameter. accelerate's `cpu_offload` gives each of them a
+    placeholder of its own, and holds values that share their memory."""
+    hook = offloading_hook(module)
+    source, key = (None, "") if hook is None else _source(hook, name)
+    in_memory = source[key].data_ptr() if isinstance(source, dict) else 0
+    return in_memory or id(parameter_of(module, name))
 
 
 def reoffload(model: nn.Module) -> None:

@@ -13,7 +13,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D as HFConv1D
 
-from modelopt_sparse.model.devices import full_name, parameter_of, unwrapped
+from modelopt_sparse.model.devices import full_name, identity_of, parameter_of, unwrapped
 from modelopt_sparse.model.experts import Mixture, expert_adapter, find_mixtures
 from modelopt_sparse.model.layers import (
     CONV,
@@ -101,7 +101,7 @@ def find_layers(model: nn.Module) -> tuple[list[Layer], list[Unprunable]]:
     for path, module in model.named_modules():
         for param, weight in module.named_parameters(recurse=False, remove_duplicate=False):
             if weight.dim() >= 2:
-                holders.setdefault(id(weight), []).append((path, module, param))
+                holders.setdefault(identity_of(module, param), []).append((path, module, param))
     layers: list[Layer] = []
     others: list[Unprunable] = []
     for held in holders.values():

@@ -173,7 +173,7 @@ def method_of(quantization: Mapping[str, Any]) -> str:
     return str(getattr(method, "value", method))
 
 
-def holds_codes(parameter: nn.Parameter) -> bool:
+def holds_codes(parameter: Tensor) -> bool:
     """Whether a parameter holds codes: its dtype is no floating point type, or its tensor class wraps codes."""
     strange = is_traceable_wrapper_subclass(parameter) and not is_sharded(parameter)
     return strange or parameter.dtype not in FLOATS
@@ -185,7 +185,7 @@ def codes_in(model: nn.Module) -> str:
     return "quantized" if quantization is None else f"quantized ({method_of(quantization)})"
 
 
-def refuse_codes(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
+def refuse_codes(model: nn.Module, name: str, parameter: Tensor) -> None:
     """Raise ValueError if the parameter of this layer of a model holds codes."""
     if holds_codes(parameter):
         raise ValueError(f"layer {name!r} holds codes, {codes_in(model)}: load the model dequantized")

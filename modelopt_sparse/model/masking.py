@@ -77,7 +77,7 @@ def set_mask(module: nn.Module, name: str, mask: Tensor) -> None:
 def refuse_what_cannot_be_sparse(module: nn.Module, name: str) -> None:
     """Raise the ValueError of `set_mask` if the parameter ``name`` of ``module`` cannot carry a mask."""
     owner, param, _ = _find_parameter(module, name)
-    if isinstance(owner, SparseModule):
+    if isinstance(owner, SparseModule) and param in owner.masked_names:
         return
     if hasattr(owner, param + SUFFIX):
         clash = f"{type(owner).__name__} has an attribute {param + SUFFIX!r}"
@@ -86,7 +86,8 @@ def refuse_what_cannot_be_sparse(module: nn.Module, name: str) -> None:
     codes = weight.is_quantized or (weight.is_floating_point() and weight.element_size() == 1)
     if weight.layout != torch.strided or codes or 0 in weight.stride():
         raise ValueError(f"{name!r} is sparse, quantized or expanded, and takes no zeros: give a dense copy of it")
-    _refuse_replaced_forward(owner)
+    if not isinstance(owner, SparseModule):  # others may have wrapped its forward since
+        _refuse_replaced_forward(owner)
 
 
 def update_mask(module: nn.Module, name: str, mask: Tensor) -> None:
@@ -160,13 +161,13 @@ def remove_masks(module: nn.Module, names: Container[str] | None = None) -> None
                     _hide_from_save_pretrained(module, full_name(path, name) + SUFFIX, hidden=False)
             if _own_masks(child):
                 continue
-            for attribute in ("masked_names", "masked_path", "faint_parameters", "told", "mask_sizes"):
+            for attribute in ("masked_names", "masked_path", "faint_parameters", "masks_told", "mask_sizes"):
                 child.__dict__.pop(attribute, None)
             drop_bound_forward(child)
             # others may have built on the sparse class since (a subclass by fully_shard, a forward in the instance):
             # then it stays, and without a mask it does nothing
-            if type(child) is _sparse_class(child.base) and "forward" not in child.__dict__:
-                object.__setattr__(child, "__class__", child.base)
+            if type(child) is _sparse_class(child.dense_type) and "forward" not in child.__dict__:
+                object.__setattr__(child, "__class__", child.dense_type)
 
 
 @contextmanager
@@ -261,18 +262,18 @@ def _hide_from_save_pretrained(model: nn.Module, key: str, *, hidden: bool) -> N
 
 
 class SparseModule(nn.Module):
-    """Mixin of every sparse module; ``base`` is the class that the module had and gets back on export.
+    """Mixin of every sparse module; ``dense_type`` is the class that the module had and gets back on export.
 
     ``masked_names`` are the parameters that carry a mask, in the module that `set_mask` found at ``masked_path``.
-    ``faint_parameters`` are those of them whose gradients reach pruned places (`pass_pruned_gradients`). ``told`` are
-    those of which `_tell` has warned. ``mask_sizes``: in a copy of a module, how many weights each mask keeps, and
-    its version then.
+    ``faint_parameters`` are those of them whose gradients reach pruned places (`pass_pruned_gradients`). ``masks_told``
+    are those of which `_tell` has warned. ``mask_sizes``: in a copy of a module, how many weights each mask keeps, and
+    its version then. Modules of the user's own have attributes too: these names are none that one would take.
     """
 
-    base: ClassVar[type[nn.Module]]
+    dense_type: ClassVar[type[nn.Module]]
     masked_names: tuple[str, ...] = ()
     masked_path: str = ""
-    told: tuple[str, ...] = ()
+    masks_told: tuple[str, ...] = ()
     faint_parameters: tuple[str, ...] = ()
     mask_sizes: dict[str, tuple[int, int]] | None = None
 
@@ -348,7 +349,7 @@ class SparseModule(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> Any:
         # classes made at run time cannot be found by name; rebuild from the base class
         _, _, *state = super().__reduce_ex__(max(protocol, 2))
-        return _rebuild, (self.base,), *state
+        return _rebuild, (self.dense_type,), *state
 
     def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:
         apply_masks(self, recurse=False)
@@ -376,7 +377,7 @@ def _sparse_class(base: type[nn.Module]) -> type[SparseModule]:
     # Trainer asks for the arguments of a model's forward, and config.json holds the name of its class
     wrapped = functools.wraps(base.forward)(lambda self, *args, **kwargs: _forward(self, *args, **kwargs))
     forward = _forward_linear if base.forward is nn.Linear.forward else wrapped
-    members = {"base": base, "forward": forward, "__module__": __name__}
+    members = {"dense_type": base, "forward": forward, "__module__": __name__}
     name = base.__name__ if hasattr(base, "save_pretrained") else f"Sparse{base.__name__}"
     return type(name, (SparseModule, base), members)
 
@@ -389,7 +390,7 @@ def _rebuild(base: type[nn.Module]) -> nn.Module:
 
 def dense_class(module: nn.Module) -> Any:
     """The class of a module, or the one that it had before it became sparse."""
-    return module.base if isinstance(module, SparseModule) else type(module)
+    return module.dense_type if isinstance(module, SparseModule) else type(module)
 
 
 def _refuse_replaced_forward(module: nn.Module) -> None:
@@ -418,7 +419,7 @@ def _forward(self: SparseModule, *args: Any, **kwargs: Any) -> Any:
     if "_is_replica" in self.__dict__:  # of DataParallel: lives for one call, its weights are plain attributes
         for name in self.masked_names:
             self.__dict__[name] = _masked(self, name, self.__dict__.get(name))
-    return self.base.forward(self, *args, **kwargs)
+    return self.dense_type.forward(self, *args, **kwargs)
 
 
 def _forward_linear(self: SparseModule, *args: Any, **kwargs: Any) -> Any:
@@ -619,14 +620,14 @@ def _tell(weight: MaskedParameter, mask: Tensor, holder: SparseModule, name: str
     To look is a pass over the weight, so of the steps of a training those are looked at whose number is a power of two.
     """
     stepped, weight.looked_at = weight.looked_at != weight.backwards, weight.backwards
-    if name in holder.told or not weight.numel() or (stepped and weight.backwards & (weight.backwards - 1)):
+    if name in holder.masks_told or not weight.numel() or (stepped and weight.backwards & (weight.backwards - 1)):
         return
     values = raw_data(weight)
     lost = torch.where(mask, 0, values)
     whole = not (values.is_floating_point() or values.is_complex())
     rounding = 0 if whole else torch.finfo(values.dtype).eps * values.abs().max()
     if count := int(((lost != 0) & ~(lost.abs() <= rounding)).sum()):
-        holder.told = (*holder.told, name)
+        holder.masks_told = (*holder.masks_told, name)
         loss = f"{count} values, up to {float(lost.abs().max()):.3g}, were written to pruned places of"
         where = "'What masks throw away' in docs/training.md"
         warnings.warn(f"{loss} {full_name(holder.masked_path, name)!r} and are lost: see {where}", stacklevel=2)
@@ -681,7 +682,7 @@ def write_zeros(tensor: Tensor, mask: Tensor) -> None:
 
 def _integers(tensor: Tensor) -> torch.dtype | None:
     """What the numbers of a tensor are multiplied as; None if it is no plain tensor, or its numbers are too long."""
-    plain = tensor.layout == torch.strided and not is_sharded(tensor)
+    plain = tensor.layout == torch.strided and not (is_sharded(tensor) or tensor.is_conj())
     return INTEGERS.get(tensor.element_size()) if plain else None
 
 
@@ -772,12 +773,8 @@ class _Zeroed(torch.autograd.Function):
     """A masked copy of a weight for a compiled graph. The whole gradient passes, to the hook on the Parameter."""
 
     @staticmethod
-    def forward(weight: Tensor, mask: Tensor) -> Tensor:
+    def forward(ctx, weight: Tensor, mask: Tensor) -> Tensor:
         return weight.masked_fill(~mask, 0)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output) -> None:
-        pass
 
     @staticmethod
     def backward(ctx, *gradients):

@@ -3,6 +3,7 @@
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import nn
@@ -87,10 +88,10 @@ def estimated(
     memory |= {part: tokens * size for part, size in token_bytes.items() if tokens and size}
     # how many tokens a data_loader, a forward_loop or a processor yields is not known yet; a streamed model writes none
     known = calibrated and config.data_loader is None and config.forward_loop is None and config.processor is None
-    of_text = _text_bytes(model, config, window, added, value) if known else {}
+    of_text = _text_bytes(model, config, window, added, value, together["batch"]) if known else {}
     memory |= of_text if config.holds_text else {}
-    window = window if known else None
-    return memory, _streamed(model, stacks, config, memory | of_text, together, activations, window)
+    activations *= config.num_samples * window if known else 0
+    return memory, _streamed(model, stacks, config, memory | of_text, together["size"], activations)
 
 
 def _streamed(
@@ -98,25 +99,22 @@ def _streamed(
     stacks: Sequence[Stack],
     config: SparsifyConfig,
     memory: Mapping[str, int],
-    block_sums: Mapping[str, int],
+    block_size: int,
     activations: int,
-    window: int | None,
 ) -> dict[str, dict[str, int]]:
-    """Place -> part -> bytes of a run of `sparsify_checkpoint`. ``activations``: bytes of a token."""
+    """Place -> part -> bytes of a run of `sparsify_checkpoint`. ``block_size``: the most weights that a block has in
+    layers. ``activations``: bytes between two blocks."""
     by_block = parameters_by_block(model, (name for stack in stacks for name in stack.names))
     if "" in by_block:
         return {}
     sizes = [sum(x.nbytes for x in parameters.values() if not x.is_sparse) for parameters in by_block.values()]
     largest = max(sizes)
     outside = sum(x.nbytes for x in (*model.parameters(), *model.buffers()) if not x.is_sparse) - sum(sizes)
-    masks = block_sums["size"] if config.enforce else 0
-    held, batch = {}, 0
-    if window is not None:
-        held = {"activations": activations * config.num_samples * window}
-        windows = config.windows_per_batch(config.num_samples, window, config.device or input_device(model))
-        batch = min(config.num_samples, windows) * window * block_sums["batch"]
+    masks = block_size if config.enforce else 0
+    held = {"activations": activations} if activations else {}
     # they share it, one after the other: a batch runs through the block, a layer is solved, the block is tuned
-    workspace = max(memory["solver_workspace"], memory.get("reconstruction_of_one_block", 0), batch)
+    in_turn = ("solver_workspace", "reconstruction_of_one_block", "one_batch_in_one_block")
+    workspace = max(memory.get(part, 0) for part in in_turn)
 
     def as_above(*parts: str) -> dict[str, int]:
         return {part: memory[part] for part in parts if part in memory}
@@ -210,21 +208,31 @@ def _reconstruction_bytes(
     return parts
 
 
-def _text_bytes(model: nn.Module, config: SparsifyConfig, window: int, added: int, value: int) -> dict[str, int]:
-    """Part -> bytes of calls on text: what the first one puts out, which goes to the end of the model; keys and values
-    of ``added`` windows that the model writes itself. ``value``: bytes of a number."""
-    names = ("vocab_size", "num_attention_heads", "head_dim", "hidden_size", "num_key_value_heads", "num_hidden_layers")
-    vocabulary, heads, size, hidden, shared, layers = (
-        getattr(text_config_of(model), name, None) or 0 for name in names
-    )
+def _text_bytes(
+    model: nn.Module, config: SparsifyConfig, window: int, added: int, value: int, token: int
+) -> dict[str, int]:
+    """Part -> bytes of calls on text: what goes in and out of a block's layers, ``token`` bytes of each token; what the
+    first one puts out, which goes to the end of the model; keys and values of ``added`` windows that the model writes
+    itself. ``value``: bytes of a number."""
+    text = text_config_of(model)
+    vocabulary, layers = (getattr(text, name, None) or 0 for name in ("vocab_size", "num_hidden_layers"))
     windows = config.windows_per_batch(config.num_samples, window, config.device or input_device(model))
-    parts, written = dict[str, int](), config.num_samples if config.writes_its_data else added
+    tokens, written = min(config.num_samples, windows) * window, config.num_samples if config.writes_its_data else added
+    parts = {"one_batch_in_one_block": tokens * token}
     if getattr(model, "get_output_embeddings", lambda: None)() is not None:
-        parts["logits_of_one_batch"] = min(config.num_samples, windows) * window * vocabulary * value
+        parts["logits_of_one_batch"] = tokens * vocabulary * value
     if written and writes_text(model):
-        channels = (size or hidden // max(heads, 1)) * (shared or heads)
-        parts["cache_of_own_text"] = 2 * channels * layers * min(OWN_BATCH, written) * window * value
+        differ = getattr(text, "is_heterogeneous", False)  # as heads of Gemma 4 do
+        channels = sum(map(_key_channels, text.per_layer_config if differ else [text] * layers))
+        parts["cache_of_own_text"] = 2 * channels * min(OWN_BATCH, written) * window * value
     return parts
+
+
+def _key_channels(config: Any) -> int:
+    """Channels of the keys of one token in a block."""
+    names = ("num_attention_heads", "head_dim", "hidden_size", "num_key_value_heads")
+    heads, size, hidden, shared = (getattr(config, name, None) or 0 for name in names)
+    return (size or hidden // max(heads, 1)) * (shared or heads)
 
 
 def _layer_bytes(layer_plan: LayerPlan, config: SparsifyConfig, chosen: int | None, *, widens: bool) -> dict[str, int]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from modelopt_sparse.checks import grouped, shown
 from modelopt_sparse.methods import ALIASES, METHODS
 from modelopt_sparse.methods.base import NEEDS, Method
-from modelopt_sparse.methods.patterns import NM, Pattern, Unstructured, parse_pattern
+from modelopt_sparse.methods.patterns import NM, Pattern, Unstructured, level_of, parse_pattern
 from modelopt_sparse.methods.scores import GivenMask
 from modelopt_sparse.model.experts import RoutedAdapter
 from modelopt_sparse.model.find import OUTSIDE, Unprunable, find_layers, find_stacks, protected_modules, usable
@@ -104,7 +104,7 @@ def _check_names(model: nn.Module, layers: list[Layer], others: list[Unprunable]
             known = name in dict(model.named_parameters(remove_duplicate=False))
             advice = f": {ANY_PARAMETER}" if known else nearest(name, parameters)
             raise ValueError(f"masks[{name!r}] belongs to no prunable parameter {kind}{advice}")
-    names = [layer.name for layer in layers]
+    names = [name for layer in layers for name in (layer.name, *layer.tied_names)]
     never_pruned = {name: weight.reason for weight in others for name in weight.names}
     rules = [rule for rule in config.rules if rule.type_name is None]
     to_prune = [*(config.include or ()), *(rule.glob for rule in rules if rule.options is not None)]
@@ -140,13 +140,15 @@ def _decide(
     """
     if not layer.parameter.numel():
         return "no weights"
-    if (glob := first_match(layer.name, config.exclude)) is not None:
+    names = (layer.name, *layer.tied_names)
+    if (glob := next(filter(None, (first_match(name, config.exclude) for name in names)), None)) is not None:
         return f"excluded by {glob!r}"
-    rule = next((rule for rule in config.rules if rule.matches(layer.name, layer.owner)), Rule("*", {}))
+    matching = (rule for rule in config.rules if any(rule.matches(name, layer.owner) for name in names))
+    rule = next(matching, Rule("*", {}))
     if rule.options is None:
         return f"left dense by rule {rule.glob!r}"
-    in_full = layer.name in (rule.glob, *(config.include or ()))
-    included = in_full or first_match(layer.name, config.include or ()) is not None
+    in_full = not {rule.glob, *(config.include or ())}.isdisjoint(names)
+    included = in_full or any(first_match(name, config.include or ()) is not None for name in names)
     if config.include is not None and not included:
         return "not in include"
     if protected and not in_full:
@@ -238,13 +240,13 @@ def _user_mask(layer: Layer, pattern: Pattern, config: SparsifyConfig) -> tuple[
     if reason := pattern.misfit(layer.columns(mask)):
         raise ValueError(f"{named}: {reason}")
     matrix = layer.matrix(mask)
-    if isinstance(pattern, Unstructured):  # the mask may have any number of zeros, anywhere
-        pattern = Unstructured(int((~matrix).sum()) / matrix.numel(), "matrix")
+    if isinstance(pattern, Unstructured):  # any number of zeros, anywhere: what each matrix has at least
+        pattern = level_of(matrix, "matrix")
     present = None if config.replace else layer.mask
     within = pattern if present is None or present.is_meta else replace(pattern, within=present.to(matrix.device))
     if regrown := within.count_regrown(matrix):
         raise ValueError(f"{named} keeps {regrown} weights that the present mask prunes: replace=True drops that mask")
-    if wrong := within.count_kept_wrong(matrix):
+    if isinstance(pattern, NM) and (wrong := within.count_kept_wrong(matrix)):
         raise ValueError(f"{named} breaks pattern {pattern} in {wrong} places: give its own, or 0.5 for any")
     return GivenMask(matrix), pattern
 
@@ -271,18 +273,18 @@ def _check_planned(
         reasons += [ANY_PARAMETER] if any("no adapter" in reason for reason in reasons) else []
         raise ValueError(f"nothing to prune in this {type(model).__name__}: {'; '.join(reasons)}")
     homes = {_memory(x): name for name, x in model.named_buffers()}
-    by_start = grouped(model.named_parameters(), lambda named: _memory(named[1].detach()) and named[1].data_ptr())
+    by_home = grouped(model.named_parameters(), lambda named: _memory(named[1].detach()))
     for layer_plan in planned:
         layer, where = layer_plan.layer, f"layer {layer_plan.name!r}"
         if (home := _memory(layer.values)) and home in homes:
             raise ValueError(f"{where} and the buffer {homes[home]!r} share memory: clone one of them, or exclude it")
-        for name, parameter in by_start.get(layer.values.data_ptr(), ()) if home else ():
-            if parameter is not layer.parameter:
+        for name, parameter in by_home.get(home, ()) if home else ():
+            if parameter is not layer.parameter and _overlap(layer.values, parameter):
                 advice = "make them one Parameter, or clone one of them"
                 raise ValueError(f"{where} and the parameter {name!r} share memory: {advice}")
         if config.budget is not None and not config.budget.optional and layer_plan.within_mask:
             raise ValueError(f"{where} carries a mask whose zeros stay, against a budget: give replace=True")
-        if layer_plan.within_mask:
+        if layer_plan.within_mask and not isinstance(layer_plan.method, GivenMask):  # it lies within the present one
             _check_present_mask(layer_plan)
         blind = isinstance(layer.adapter, RoutedAdapter) and not layer.adapter.sees_all_tokens
         if config.experts == "all_tokens" and (blind or layer.mixture is not None):
@@ -303,6 +305,13 @@ def _check_present_mask(layer_plan: LayerPlan) -> None:
 def _memory(x: Tensor) -> int:
     """Where the memory of a plain tensor begins; 0 if it has none, or if it is sparse or of another class."""
     return x.untyped_storage().data_ptr() if type(x) is Tensor and x.layout == torch.strided else 0
+
+
+def _overlap(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors of one memory begin at one place, or one of them within the other that lies in one piece."""
+    pairs = ((x, y), (y, x))
+    within = (whole.is_contiguous() and 0 <= x.data_ptr() - whole.data_ptr() < whole.nbytes for x, whole in pairs)
+    return x.data_ptr() == y.data_ptr() or any(within)
 
 
 def _notes(model: nn.Module, planned: list[LayerPlan], config: SparsifyConfig) -> Iterator[str]:

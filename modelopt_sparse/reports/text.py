@@ -77,9 +77,9 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def finite(value: Any) -> Any:
-    """The value with None for NaN and infinity, which JSON lacks."""
+    """The value with None for NaN and infinity, which JSON lacks, and with keys that are text, as there."""
     if isinstance(value, Mapping):
-        return {key: finite(entry) for key, entry in value.items()}
+        return {str(key): finite(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
         return [finite(entry) for entry in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -22,6 +22,8 @@ from modelopt_sparse.reports.text import Printed, by_reason, first_few, product_
 from modelopt_sparse.runtime.kernels import (
     BACKENDS,
     DTYPES,
+    HELD,
+    PACKED,
     NotPackable,
     SemiStructuredLinear,
     choose_backend,
@@ -54,9 +56,9 @@ class Settings:
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> "Settings":
-        """Options as users write them: one glob or token count may stand for a tuple of them."""
+        """Options as users write them: one glob or token count may stand for a tuple of them, None for the default."""
         refuse_unknown(options, [option.name for option in fields(cls)])
-        values = dict(options)
+        values: dict[str, Any] = {name: value for name, value in options.items() if value is not None or name == "tune"}
         for key in ("include", "exclude", "tune"):
             if (value := values.get(key)) is not None:
                 values[key] = tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
@@ -338,6 +340,8 @@ def _not_eligible(module: Any, weight: nn.Parameter, place_of: PlaceOf) -> str:
         return f"a {type(module).__name__}, not a plain nn.Linear"
     if replaced_forward(module) is not None:
         return "its forward was replaced on the instance"
+    if taken := [name for name in (*PACKED, *HELD) if hasattr(module, name)]:
+        return f"it has an attribute {taken[0]!r}, where its packed form belongs"
     if is_sharded(weight):
         return "sharded over processes (DTensor)"
     if (place := place_of(weight.device)) is None:

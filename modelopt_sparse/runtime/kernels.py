@@ -321,6 +321,7 @@ def register_operators() -> None:
 
 
 PACKED = ("packed", "metadata")  # the buffers of a packed layer
+HELD = ("backend", "choices", "requires_grad_before", "record")  # what else is in its instance
 
 
 class SemiStructuredLinear(PackedLayer):
@@ -431,7 +432,7 @@ def unpack_module(module: SemiStructuredLinear) -> None:
         drop_bound_forward(module)
         for name in (*PACKED, "bias"):
             delattr(module, name)
-        for name in ("backend", "choices", "requires_grad_before", "record"):
+        for name in HELD:
             module.__dict__.pop(name, None)
         object.__setattr__(module, "__class__", nn.Linear)
         module.register_parameter("weight", weight)  # first, as nn.Linear has it

@@ -218,7 +218,6 @@ def _sums(
     inputs.collect(consumers, seen.see, seen.begin, go_on=True)
     groups = groups_of(collector, run) or []  # layers that share no input
     stats = {name: sums for layer_names, sums in groups for name in layer_names if isinstance(sums, Stats)}
-    run.processes.all_reduce("scores", [seen.absolute[name] for name in names])
     grams = {}
     for name in names:
         fitted, judging = stats.get(name), stats.get(name + JUDGING)
@@ -227,7 +226,8 @@ def _sums(
         if not torch.isfinite(fitted.gram).all() or not torch.isfinite(judging.gram).all():
             raise ValueError(f"layer {name!r}: its input holds NaN or inf; run the model in bfloat16 or float32")
         warn_of_few_tokens(name, fitted, run.report)
-        grams[name] = fitted.gram, judging.gram, seen.absolute[name]
+        grams[name] = fitted.gram, judging.gram, seen.absolute.get(name, torch.zeros_like(fitted.gram[0]).float())
+    run.processes.all_reduce("scores", [absolute_C for *_, absolute_C in grams.values()])
     return grams
 
 

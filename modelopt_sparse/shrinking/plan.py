@@ -19,7 +19,7 @@ from modelopt_sparse.plan.plan import memory_table
 from modelopt_sparse.plan.planner import plan_for
 from modelopt_sparse.reports.text import Printed, refuse_unknown
 from modelopt_sparse.shrinking.resize import spans, twin_of
-from modelopt_sparse.shrinking.sizes import NO_HEADS, WAYS, ShrinkRequest, costs, decided
+from modelopt_sparse.shrinking.sizes import NO_HEADS, WAYS, ShrinkRequest, block_size, costs, decided
 
 # the options of `sparsify` that shrink takes too
 TAKEN = (
@@ -120,7 +120,10 @@ def plan_shrink(model: nn.Module, *, batch_size: int | None = None, length: int 
     if "FLOPs of a call" not in new:
         notes[0] = "FLOPs and cache are not known: the model cannot be called without values, or writes no text"
     if (first.depth is not None and not first.named) or rest:
-        notes.append("which blocks go is chosen with data")
+        names = () if first.depth is None else first.depth.blocks
+        differ = len({block_size(plain.get_submodule(name)) for name in names}) > 1
+        size = "; they differ in size, and the numbers are those without the last that can go"
+        notes.append(f"which blocks go is chosen with data{size if differ else ''}")
     if first.experts:
         notes.append("which experts stay is chosen with data; a token is worked on by as many as before")
         if further := [name for name, (_, new) in first.experts.items() if new == 0]:

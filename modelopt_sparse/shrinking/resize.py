@@ -162,7 +162,7 @@ def resize_module(module: nn.Module, dense: nn.Module, twin: nn.Module, stay: Ma
 def _take_sizes(attributes: dict[str, Any], old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
     """Take over sizes that differ from the ``old``. Not by setattr: some are behind a property without a setter."""
     for name, value in new.items():
-        if _is_size(value) and name in attributes and old.get(name) != value:
+        if (_is_size(value) or name == "_heterogeneity_spec") and name in attributes and old.get(name) != value:
             attributes[name] = copy.copy(value)
 
 
@@ -429,6 +429,10 @@ class BlockCount:
                     changes[full_name(path, name)] = [value[index] for index in stay]
                 elif all(type(index) is int and 0 <= index < len(self.blocks) for index in value):
                     changes[full_name(path, name)] = [stay.index(index) for index in value if index in stay]
+        if getattr(part, "is_heterogeneous", False):  # entries of single blocks, as Gemma 4 has
+            by_block = {int(index): entries for index, entries in part.to_dict()["per_layer_config"].items()}
+            left = {stay.index(index): entries for index, entries in by_block.items() if index in stay}
+            changes[full_name(path, "per_layer_config")] = left
         stages = getattr(part, "stage_names", None) or []
         if len(stages) == len(self.blocks) + 1:  # of a backbone: before the blocks, and after each
             changes[full_name(path, "stage_names")] = stages[: len(stay) + 1]
@@ -441,7 +445,10 @@ class BlockCount:
         try:
             twin, left = twin_of(model, self.changes(stay, model.config)), clone(model)
             self.drop(left, stay)
-            kinds, twin_kinds = ({name: type(part) for name, part in m.named_modules()} for m in (left, twin))
+            # by name, for torch makes a class for each module that is parametrized
+            kinds, twin_kinds = (
+                {name: type(part).__qualname__ for name, part in m.named_modules()} for m in (left, twin)
+            )
             if different := sorted(name for name, _ in kinds.items() ^ twin_kinds.items()):
                 return f"{different[0]!r} would be of another kind at its new place"
             sizes = spans(left, twin)

@@ -203,6 +203,9 @@ def _drop_blocks(
         stay = importance.blocks_by_influence(data, judge.batches, depth, gone, shrunk)
     elif not cutting.sizes.named:
         stay = importance.blocks(judge, depth, gone, data.run, shrunk)
+    if not cutting.sizes.named and not any(value for tried in shrunk.tried for value in tried.values()):
+        problem = f"no block of {depth.stack!r} changes anything: the calibration data does not reach them"
+        raise ValueError(f"{problem}: give data that does, or the blocks that stay by kept=")
     shrunk.kept["blocks"] = {depth.stack: [*stay]}
     return cutting.with_blocks(data, stay)
 

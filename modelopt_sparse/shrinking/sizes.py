@@ -434,7 +434,7 @@ def costs(model: PreTrainedModel, batch: int = 0, length: int = 0) -> dict[str, 
         try:
             with FlopCounterMode(display=False) as counter, torch.no_grad():
                 output = model(input_ids=torch.zeros(batch, length, dtype=torch.long, device="meta"), use_cache=True)
-        except (RuntimeError, NotImplementedError, ValueError):  # a forward that looks at values
+        except (RuntimeError, NotImplementedError, ValueError, TypeError):  # it looks at values, or takes no ids
             return known
         layers = getattr(getattr(output, cache_name(model) or "", None), "layers", ())
         held = [value for layer in layers for value in vars(layer).values() if isinstance(value, torch.Tensor)]

@@ -28,7 +28,7 @@ from modelopt_sparse.methods.base import Solution, Stats, masked_solution, outpu
 from modelopt_sparse.methods.patterns import NM, sub_pattern
 from modelopt_sparse.methods.scores import GivenMask
 from modelopt_sparse.model.devices import count_nonzero, free_what_can_be_freed, is_out_of_memory, version
-from modelopt_sparse.model.masking import named_masks, set_mask
+from modelopt_sparse.model.masking import set_mask
 from modelopt_sparse.plan.options import TOKENS_TO_MOVE, SparsifyConfig
 from modelopt_sparse.plan.plan import LayerPlan
 from modelopt_sparse.reports.values import PERMUTED, LayerReport, StepReport
@@ -146,7 +146,7 @@ def _check_solution(layer_plan: LayerPlan, weight: Tensor, solution: Solution, *
         wrong = "weight is not zero where the mask is False"
     elif count := layer_plan.pattern.count_regrown(solution.mask):
         wrong = f"mask keeps {count} weights that the layer's present mask prunes (replace=True drops that mask)"
-    elif count := layer_plan.pattern.count_kept_wrong(solution.mask):
+    elif (count := layer_plan.pattern.count_kept_wrong(solution.mask)) and not isinstance(layer_plan.method, GivenMask):
         wrong = f"mask breaks pattern {layer_plan.pattern} in {count} places"
     elif written:
         wrong = "it was written to the dense weight, which the steps after it need: clone that first"
@@ -359,7 +359,7 @@ def attach(layer_plan: LayerPlan, solution: Solution, report: LayerReport, run: 
     layer, config = layer_plan.layer, run.config
     mask, values = layer.unmatrix(solution.mask), layer.values
     # where an earlier run left a mask, it is replaced even if none is asked for now: it would prune by the old solution
-    enforce = config.enforce or layer.param in dict(named_masks(layer.owner))
+    enforce = config.enforce or layer.mask is not None
     with errors_name_layer(layer_plan, "while its solution was written into the model"), _uninterrupted():
         # what takes memory comes before the first write, so that a layer is never left half written
         new, pruned = layer.unmatrix(solution.weight), ~mask.to(values.device)

@@ -79,7 +79,7 @@ def _tell_losses(model: nn.Module, tell: bool) -> None:
     """Whether a warning says what masks throw away."""
     for child in model.modules():
         if isinstance(child, SparseModule):
-            child.told = () if tell else child.masked_names
+            child.masks_told = () if tell else child.masked_names
 
 
 def _checkpoint(args: TrainingArguments, step: int) -> Path:

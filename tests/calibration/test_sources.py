@@ -64,10 +64,17 @@ NO_DATA = [
     (5, TypeError, "data is a int: give a Path, a data set or its name"),
     (["a text", None], TypeError, "strings or chats .*, and row 1 a NoneType: give token tensors as data_loader"),
     (b"bytes", TypeError, "data is a bytes: give a Path, a data set or its name"),
+    (
+        [{"prompt": "a", "answer": "b"}],
+        TypeError,
+        "row 0 of data has no 'text' or 'messages', but prompt; answer: give",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("data", "error", "words"), NO_DATA, ids=["no column", "splits", "int", "None", "bytes"])
+@pytest.mark.parametrize(
+    ("data", "error", "words"), NO_DATA, ids=["no column", "splits", "int", "None", "bytes", "keys"]
+)
 def test_what_is_no_data(data, error, words):
     with pytest.raises(error, match=words):
         documents_of(data)

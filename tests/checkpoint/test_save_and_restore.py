@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import modelopt_sparse as mts
 from modelopt_sparse.checkpoint import folder
 from modelopt_sparse.checkpoint.folder import DESCRIPTION, MASKS
+from modelopt_sparse.methods.scores import Magnitude
 from tests.checkpoint.folders import MODELS, PRUNED, outputs, scrambled, sparse
 from tests.helpers import (
     TESTBED,
@@ -106,6 +107,34 @@ def test_a_head_that_was_tied_by_hand_is_there_when_it_is_loaded(says_so, tmp_pa
     assert ("lm_head.weight" in load_file(tmp_path / "model.safetensors")) == (not says_so)
     for again in (mts.load(tmp_path), plain_from_pretrained(tmp_path), mts.restore(tied(), tmp_path)):
         assert_bits(outputs("llama", again), outputs("llama", model))
+
+
+def test_tensors_of_one_memory_are_written_each_for_itself(tmp_path):
+    """Weights that are columns of one matrix, and buffers that lie across each other."""
+
+    def shared():
+        model, both = tiny_llama(), torch.randn(16, 64)
+        attention = model.model.layers[0].self_attn
+        for at, layer in enumerate((attention.k_proj, attention.v_proj)):
+            layer.weight = nn.Parameter(both[:, at * 32 : at * 32 + 32])
+        numbers = torch.arange(10.0)
+        model.register_buffer("low", numbers[:6])
+        model.register_buffer("high", numbers[4:])
+        return model
+
+    model = mts.sparsify(shared(), "magnitude")
+    mts.save(model, tmp_path)
+    assert_same_state(mts.restore(shared(), tmp_path), state_of(model))
+
+
+@pytest.mark.parametrize("table", [{2: 0.5, 10: 0.25}, {(1, 2): 0.5, None: 0.25}])
+def test_options_with_keys_that_are_no_text_are_read_again(table, tmp_path):
+    class Own(Magnitude):
+        options = {"table": table}
+
+    model = mts.sparsify(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), Own())
+    mts.save(model, tmp_path)
+    assert mts.report(tmp_path).layers[0].options == {"table": {str(key): value for key, value in table.items()}}
 
 
 def test_several_templates_of_a_tokenizer_travel_and_are_replaced(tmp_path):

@@ -275,6 +275,11 @@ def test_a_save_that_is_stopped_while_files_are_replaced_leaves_no_description(b
     assert [path.name for path in folder.parent.iterdir()] == ["net"]
 
 
+def test_the_name_of_a_folder_may_be_as_long_as_the_system_allows(tmp_path):
+    mts.save(tiny_llama(), folder := tmp_path / ("n" * 255))
+    assert [*tmp_path.iterdir()] == [folder]
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_a_folder_that_may_not_be_written_is_an_oserror_with_its_name(tmp_path):
     tmp_path.chmod(0o500)
@@ -320,8 +325,15 @@ class Graph(nn.Module):
         return self.down(torch.sparse.mm(self.adjacency, self.up(x)).relu())
 
 
+def of_complex_numbers() -> nn.Module:
+    model = nn.Linear(8, 8)
+    model.register_buffer("turn", torch.ones(8, dtype=torch.complex128))
+    return model
+
+
 SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc)
 UNSAVABLE: list[tuple[Callable[[], nn.Module], str]] = [
+    (of_complex_numbers, r"'turn' is torch\.complex128, which safetensors does not store: convert it"),
     (on_meta, r"'first\.weight' is on the meta device.*load the model before saving"),
     (lambda: nn.Sequential(Odd(8, 4)), r"'0\._extra_state' is a dict: only tensors can be saved without pickle"),
     *((partial(Graph, x, True), "'adjacency' is a sparse or nested tensor: .* persistent=False") for x in SPARSE),
@@ -334,6 +346,14 @@ def test_what_has_no_dense_values_is_named_and_nothing_is_written(tmp_path, make
     with pytest.raises(ValueError, match=words):
         mts.save(make(), tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_masks_that_cannot_be_added_leave_the_folder_as_it_is(tmp_path):
+    mts.save(mts.sparsify(nn.Sequential(nn.Linear(8, 4)), "magnitude", include="*"), tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(ValueError, match="only tensors can be saved"):
+        checkpoint.add_masks(nn.Sequential(Odd(8, 4)), tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 @pytest.mark.filterwarnings("ignore:Sparse")

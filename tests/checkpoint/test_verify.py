@@ -229,3 +229,25 @@ def test_layers_that_are_to_carry_no_mask_are_not_said_to_have_lost_one(end):
     model = end(mts.sparsify(tiny_llama(), "magnitude", progress=False))
     assert not any(layer.notes for layer in mts.report(model).layers)
     assert "mask" not in str(mts.verify(model))
+
+
+def test_verify_of_weights_without_numbers_to_look_at(tmp_path):
+    """Codes in a folder whose config says nothing of them, and a model on the meta device."""
+    model = mts.export(mts.sparsify(tiny_llama(), "magnitude", pattern="2:4"))
+    weight = model.model.layers[0].mlp.up_proj.weight
+    weight.data = weight.data.to(torch.float8_e4m3fn)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"'model\.layers\.0\.mlp\.up_proj' holds codes"):
+        mts.verify(tmp_path, "2:4")
+    with pytest.raises(ValueError, match="q_proj' is on the meta device and has no values"):
+        mts.verify(tiny_llama().to("meta"), "2:4")
+
+
+def test_verify_of_complex_weights_under_masks():
+    model: Any = mts.sparsify(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), "magnitude", pattern="2:4")
+    model.turn = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    mts.set_mask(model, "turn", torch.tensor([True, False]))
+    assert [layer.zeros for layer in mts.verify(model).layers] == [32, 32, 1]
+    model._parameters["turn"].data[1] = -0.0j
+    with pytest.raises(mts.PatternError, match=r"turn: not \+0\.0 where the mask is False \(entries: 1\)"):
+        mts.verify(model)

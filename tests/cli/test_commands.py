@@ -207,6 +207,7 @@ def test_the_plan_of_shrink_needs_no_weights_and_sees_every_size(run, work):
         (("--budget", "97% params"), {"budget": "97% params"}),
         (("--mlp", "50%", "--set", "tensor_parallel=2"), {"mlp": 0.5, "tensor_parallel": 2}),
         (("--mlp", "50%", "--set", "multiple_of=3"), {"mlp": 0.5, "multiple_of": 3}),
+        (("--mlp", "50%", "--set", "mlp=3"), {"mlp": 0.5}),
     ):
         said = run("shrink", work / "only-config", "--plan", "--json", *options).well()
         model = tiny_llama(vocab_size=2048, num_hidden_layers=1)

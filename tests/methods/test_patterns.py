@@ -1,6 +1,7 @@
 """Patterns: literals that can be checked by eye, counts, and agreement with brute force."""
 
 from dataclasses import replace
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -233,6 +234,8 @@ BAD = [
         (NM, (True, 4), r"NM\(n=True, m=4\): N .kept. and M must be whole"),
         (NM, (None, 4), r"NM\(n=None, m=4\): N .kept. and M must be whole"),
         (Unstructured, ("0.5",), "sparsity '0.5': the pruned fraction must be"),
+        (Unstructured, (False,), "sparsity False: the pruned fraction must be"),
+        (Unstructured, (Fraction(1, 3),), r"sparsity Fraction\(1, 3\): the pruned fraction must be"),
         (Unstructured, (None,), "sparsity None: the pruned fraction must be"),
         (Unstructured, (torch.tensor(0.5),), r"sparsity tensor\(0.5000\): the pruned fraction must be"),
     ],

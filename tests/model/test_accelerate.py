@@ -2,6 +2,7 @@
 
 import copy
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -385,3 +386,20 @@ def test_blocks_that_stay_on_their_devices_are_reconstructed(placed):
     for (name, one), other in zip(values(found).items(), values(expected).values(), strict=True):
         torch.testing.assert_close(one, other, msg=lambda text, name=name: f"{name}: {text}")
     assert [block.epoch for block in mts.report(found).blocks] == [block.epoch for block in mts.report(expected).blocks]
+
+
+def test_ties_of_an_offloaded_model_are_seen():
+    """`cpu_offload` gives each holder of a weight a placeholder of its own."""
+
+    def tied():
+        model = tiny_llama(tie_word_embeddings=True)
+        model.model.layers[1].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight
+        return model
+
+    options: dict[str, Any] = {"include": ["*_proj", "lm_head"], "data_loader": token_batches(), "progress": False}
+    with pytest.raises(ValueError, match=r"'lm_head' matches no prunable layer.*tied: also held by"):
+        mts.make_plan(cpu_offload(tied(), execution_device=torch.device("cpu")), **options)
+    options |= {"include": ["*_proj"]}
+    model, plain = (mts.sparsify(x, **options) for x in (cpu_offload(tied(), torch.device("cpu")), tied()))
+    assert [layer.name for layer in mts.report(model).layers] == [layer.name for layer in mts.report(plain).layers]
+    assert_same_masks(model, plain)

@@ -174,3 +174,12 @@ def test_replicas_of_data_parallel_enforce_the_mask():
     found.sum().backward()
     assert is_plus_zero(copied.grad[~mask])
     assert copied.grad[mask].all()
+
+
+def test_gradients_of_a_conjugate_are_cut():
+    module, kept = nn.Module(), torch.eye(4).bool()
+    module.weight = nn.Parameter(torch.randn(4, 4, dtype=torch.complex64).conj())
+    mts.set_mask(module, "weight", kept)
+    (module.weight.conj() * torch.ones(4, 4)).abs().square().sum().backward()
+    torch.testing.assert_close(module.weight.grad, 2 * module.weight.detach())
+    assert not module.weight[~kept].any()

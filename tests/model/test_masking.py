@@ -117,6 +117,39 @@ def test_weights_that_take_no_zeros_leave_a_plain_module(weight):
     assert [*module.state_dict()] == ["weight", "bias"]
 
 
+def test_a_module_with_a_mask_is_asked_as_well_before_it_gets_another():
+    module, kept = nn.Linear(4, 4), torch.eye(4).bool()
+    module.register_buffer("weight_mask", own := torch.full((4, 4), 0.5))
+    module.bias = nn.Parameter(torch.ones(1).expand(4))
+    module.scale = nn.Parameter(torch.ones(4))
+    mts.set_mask(module, "scale", kept[0])
+    for name, mask, words in [("weight", kept, "an attribute 'weight_mask'"), ("bias", kept[0], "'bias' .* expanded")]:
+        with pytest.raises(ValueError, match=words):
+            mts.set_mask(module, name, mask)
+    assert module.weight_mask is own
+    assert [name for name, _ in mts.named_masks(module)] == ["scale"]
+
+
+def test_attributes_of_the_users_own_stay_theirs():
+    class Adapted(nn.Module):
+        told = 3
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.base, self.down, self.up = nn.Linear(4, 4), nn.Parameter(torch.eye(4)), nn.Parameter(torch.eye(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.base(x) + self.told * x @ self.down @ self.up
+
+    module, dense, kept = Adapted(), Adapted(), torch.ones(4, 4).tril().bool()
+    dense.load_state_dict(module.state_dict())
+    mts.set_mask(module, "up", kept)
+    with torch.no_grad():
+        dense.up.mul_(kept)
+        for made in (lambda: module, lambda: copy.deepcopy(module), lambda: mts.export(module)):
+            torch.testing.assert_close(made()(torch.eye(4)), dense(torch.eye(4)))
+
+
 def test_repr_shows_the_share_of_zeros_and_needs_no_values():
     module, _ = sparse_linear()
     assert repr(module) == "SparseLinear(in_features=8, out_features=8, bias=True, weight: 50.0% zeros)"

@@ -435,6 +435,13 @@ def test_the_report_of_a_model_with_adapters_is_that_of_its_base(enforce: bool, 
         assert mts.report(read).as_dict() == before
 
 
+def test_a_model_that_had_adapters_before_has_the_report_of_its_masks():
+    model = mts.sparsify(with_adapters(tiny_llama()), "magnitude")
+    assert len(dict(mts.named_masks(model))) == len(mts.report(model).layers) == 14
+    assert mts.report(model).sparsity == 0.5
+    assert not any(layer.notes for layer in mts.report(model).layers)
+
+
 def merged_by_hand(model: nn.Module) -> dict[str, Tensor]:
     """What the masked layers should hold after the merge: base plus update, zero where the base is pruned."""
     found = {}

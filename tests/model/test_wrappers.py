@@ -1,4 +1,5 @@
-"""Models in the wrappers of torch.compile, DataParallel and DistributedDataParallel: as if these were not there."""
+"""Models in the wrappers of torch.compile, DataParallel, DistributedDataParallel and activation checkpointing: as if
+these were not there."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import modelopt_sparse as mts
 from tests.checkpoint.streams import assert_same_folders
@@ -40,6 +42,7 @@ WRAPS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "compiled": compiled,
     "DataParallel": nn.DataParallel,
     "DistributedDataParallel": nn.parallel.DistributedDataParallel,
+    "checkpointed": checkpoint_wrapper,
     "several": lambda model: compiled(nn.DataParallel(compiled(model))),
 }
 OPTIONS: dict[str, Any] = {"method": "sparsegpt", "data_loader": token_batches(), "progress": False}
@@ -145,7 +148,7 @@ def test_nothing_is_compiled_while_a_compiled_model_is_pruned(plain, wrap):
     assert calls
 
 
-@pytest.mark.parametrize("wrap", [compiled, nn.DataParallel])
+@pytest.mark.parametrize("wrap", [compiled, nn.DataParallel, checkpoint_wrapper])
 def test_a_part_with_a_wrapper_of_its_own_is_refused_by_name(tmp_path, plain, wrap):
     mts.save(plain, tmp_path / "sparse")
     model = copy.deepcopy(plain)

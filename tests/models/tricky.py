@@ -61,6 +61,20 @@ class Buffers(nn.Module):
         return self.layer(x + self.low) * self.high
 
 
+class Conjugated(nn.Module):
+    """A complex buffer, its conjugate in the same memory, and another conjugate: torch conjugates when it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, turn = nn.Linear(8, 8), torch.randn(8, dtype=torch.complex64)
+        self.register_buffer("turn", turn)
+        self.register_buffer("back", turn.conj())
+        self.register_buffer("other", torch.randn(8, dtype=torch.complex64).conj())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.view_as_real(self.layer(x) * self.turn + self.back * 2 + self.other)
+
+
 class OwnWeight(nn.Linear):
     """A layer whose forward changes its weight on the way, and counts."""
 
@@ -152,10 +166,17 @@ def _replaced() -> nn.Module:
     return nn.Sequential(layer, nn.Linear(8, 8))
 
 
-def _in_one_memory(*, overlap: bool) -> nn.Module:
-    """Two weights in one storage: one behind the other, or the same values."""
+def _in_one_memory(second: int) -> nn.Module:
+    """Two weights in one storage; ``second``: the row of it that the second one begins with."""
     model, both = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(16, 8)
-    model[0].weight, model[1].weight = nn.Parameter(both[:8]), nn.Parameter(both[:8] if overlap else both[8:])
+    model[0].weight, model[1].weight = nn.Parameter(both[:8]), nn.Parameter(both[second : second + 8])
+    return model
+
+
+def _columns_of_one() -> nn.Module:
+    """Two weights that are columns of one matrix, each with the other between its rows."""
+    model, both = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(8, 16)
+    model[0].weight, model[1].weight = nn.Parameter(both[:, :8]), nn.Parameter(both[:, 8:])
     return model
 
 
@@ -187,7 +208,9 @@ ROUND_TRIPS: dict[str, Callable[[], Any]] = {
     "unused layer": _two(lambda m, x: m.weight_mask(x)),
     "parametrized": lambda: nn.Sequential(weight_norm(nn.Linear(8, 8)), nn.Linear(8, 8)),
     "buffers in one storage": Buffers,
-    "weights in one storage": lambda: _in_one_memory(overlap=False),
+    "complex conjugates": Conjugated,
+    "weights in one storage": lambda: _in_one_memory(8),
+    "weights in the columns of one": _columns_of_one,
     "a layer without outputs": _with_last(lambda m, x: torch.cat([m.first(x), m.last(x)], -1), lambda: nn.Linear(8, 0)),
     "modules named weight": _two(lambda m, x: m.weight_mask(m.weight(x))),
     "a dict comes out, with what is no tensor": _two(
@@ -217,9 +240,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "forward in the instance": (_replaced, "was replaced on the instance"),
     "buffer in a weight": (lambda: Buffers(of_weight=True), "share memory"),
     "two Parameters of one memory": (
-        lambda: _in_one_memory(overlap=True),
+        lambda: _in_one_memory(0),
         "layer '0' and the parameter '1.weight' share memory: make them one Parameter",
     ),
+    "two Parameters that overlap": (lambda: _in_one_memory(5), "layer '0' and the parameter '1.weight' share memory"),
     "expanded": (_expanded, "its weights share memory: clone it"),
     "on meta": (lambda: nn.Linear(8, 8, device="meta"), "on the meta device"),
 }

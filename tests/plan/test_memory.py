@@ -6,7 +6,7 @@ import psutil
 import pytest
 import torch
 from torch import nn
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import PreTrainedConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import modelopt_sparse as mts
 from modelopt_sparse.methods import METHODS
@@ -47,9 +47,11 @@ def test_memory_figures_agree_with_a_hand_computation():
     of_layers = {"statistics_of_one_block": GRAMS, "solver_workspace": SOLVER}
     plan = make_plan(untied(), "sparsegpt", text)  # windows of the model's 64 positions
     of_layers["logits_of_one_batch"] = 5 * 64 * 97 * 4
+    of_layers["one_batch_in_one_block"] = 5 * 64 * (4 * (ROWS + COLUMNS) + 4 * COLUMNS)
     assert plan.memory == of_layers | {"masks": 2 * MATRICES, "cached_activations": 5 * 64 * 32 * 4}
     halved = make_plan(untied().bfloat16(), "sparsegpt", text, seq_len=10, enforce=False)
     of_layers["logits_of_one_batch"] = 5 * 10 * 97 * 2
+    of_layers["one_batch_in_one_block"] = 5 * 10 * (2 * (ROWS + COLUMNS) + 4 * COLUMNS)
     assert halved.memory == of_layers | {"cached_activations": 5 * 10 * 32 * 2}
     tuned = make_plan(untied(), "sparsegpt", text, reconstruct=True)
     assert tuned.memory["cached_activations"] == 3 * 5 * 64 * 32 * 4
@@ -251,9 +253,10 @@ def test_auto_holds_fisher_metrics_of_a_model_in_memory_alone(metric, held, stre
 
 
 def peak_and_plan(model, **options) -> tuple[int, int]:
-    plan = make_plan(model, "sparsegpt", progress=False, enforce=False, **options)
+    options = {"progress": False, "enforce": False, **options}
+    plan = make_plan(model, "sparsegpt", **options)
     with LiveBytes(*(p.detach() for p in model.parameters()), *model.buffers()) as live:
-        mts.sparsify(model, "sparsegpt", progress=False, enforce=False, **options)
+        mts.sparsify(model, "sparsegpt", **options)
     return live.peak, sum(plan.memory.values())
 
 
@@ -305,6 +308,14 @@ def test_plan_counts_the_tokens_of_experts_that_see_all_of_them():
     assert peak <= plan
 
 
+@pytest.mark.parametrize("options", [{}, {"reconstruct": 1}, {"sequential": "none"}, {"enforce": True, "distill": 1}])
+def test_plan_counts_a_batch_that_runs_through_a_block(options):
+    model = tiny_llama(num_hidden_layers=3, vocab_size=VOCAB)
+    data = {"data": ["x"], "tokenizer": Numbers(), "num_samples": 64, "seq_len": 64, "batch_size": 32}
+    peak, plan = peak_and_plan(model, pattern="2:4", **data, **options)
+    assert peak <= plan
+
+
 def test_plan_counts_what_is_held_while_text_is_written():
     """Keys and values: 2 blocks, 2 heads of 8 channels, 32 windows of 64 tokens."""
     data = {"data": ["x"], "tokenizer": Numbers(), "num_samples": 20, "seq_len": 64}
@@ -313,3 +324,12 @@ def test_plan_counts_what_is_held_while_text_is_written():
     assert "cache_of_own_text" not in make_plan(tiny_llama(), "wanda", **data).memory
     nothing = make_plan(tiny_llama(), "wanda", data="self", num_samples=20, seq_len=64)
     assert nothing.memory["cache_of_own_text"] == 2 * 2 * 2 * 8 * 20 * 64 * 4
+
+
+@pytest.mark.skipif(not hasattr(PreTrainedConfig, "per_layer_config"), reason="no config has values of single blocks")
+def test_keys_and_values_of_blocks_that_differ():
+    """As those of Gemma 4 do: here the second of 2 blocks has 2 heads of 16 channels."""
+    model = tiny_llama()
+    model.config.per_layer_config = {1: {"head_dim": 16}}
+    plan = make_plan(model, "wanda", data="self", num_samples=20, seq_len=64)
+    assert plan.memory["cache_of_own_text"] == 2 * 2 * (8 + 16) * 20 * 64 * 4

@@ -143,3 +143,20 @@ def test_what_has_no_adapter_is_named_with_the_library_that_it_is_of():
     mask = {"0.weight_hh_l0": torch.ones(16, 4, dtype=torch.bool)}
     with pytest.raises(ValueError, match=r"belongs to no prunable parameter .*: mts\.set_mask"):
         mts.make_plan(nn.Sequential(nn.LSTM(4, 4), nn.Linear(4, 4)), masks=mask)
+
+
+@pytest.mark.parametrize(
+    ("options", "pruned"),
+    [
+        ({"exclude": "1.*"}, None),
+        ({"exclude": "1.0"}, None),
+        ({"rules": {"1.0": None}}, None),
+        ({"rules": {"1.*": {"pattern": "1:4"}}}, "1:4"),
+        ({"include": "1.0"}, "2:4"),
+    ],
+)
+def test_a_weight_that_layers_share_goes_by_all_of_their_names(options, pruned):
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(2)))
+    model[1][0].weight = model[0][0].weight
+    found = {layer.name: str(layer.pattern) for layer in mts.make_plan(model, "magnitude", **options).layers}
+    assert found.get("0.0") == pruned

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
 import modelopt_sparse as mts
 from modelopt_sparse.methods import METHODS
@@ -157,6 +158,25 @@ def test_unstructured_masks_may_hold_any_count():
     model = mts.sparsify(tiny_llama(), masks=masks, pattern=0.5)
     entry = next(layer for layer in mts.report(model).layers if layer.parameter == name)
     assert entry.zeros == int((~masks[name]).sum())
+    mts.verify(model)
+
+
+@pytest.mark.parametrize(
+    ("make", "parameter"),
+    [
+        (lambda: nn.Sequential(nn.Conv1d(8, 8, 3, groups=2), nn.Conv1d(8, 8, 3)), "0.weight"),
+        (lambda: nn.Sequential(nn.MultiheadAttention(8, 2), nn.Linear(8, 8)), "0.in_proj_weight"),
+    ],
+)
+def test_unstructured_masks_may_hold_other_counts_in_each_of_several_matrices(make, parameter):
+    model = make()
+    mask = torch.arange(model.get_parameter(parameter).numel()).view_as(model.get_parameter(parameter)) > 20
+    mts.sparsify(model, masks={parameter: mask}, pattern=0.5)
+    mts.verify(model)
+    mts.sparsify(model, masks={parameter: mask.roll(1, 0) & mask}, pattern=0.5)
+    ((_, found),) = mts.named_masks(model)
+    assert torch.equal(found, mask.roll(1, 0) & mask)
+    assert mts.report(model).layers[0].zeros == int((~found).sum())
     mts.verify(model)
 
 

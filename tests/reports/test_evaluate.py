@@ -3,11 +3,18 @@
 import json
 import math
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import BertConfig, BertForSequenceClassification, LlamaForCausalLM
+from transformers import (
+    BartForConditionalGeneration,
+    BertConfig,
+    BertForMaskedLM,
+    BertForSequenceClassification,
+    LlamaForCausalLM,
+)
 
 import modelopt_sparse as mts
 from modelopt_sparse.reports.report import Report
@@ -161,6 +168,13 @@ def test_logits_of_minus_infinity_and_collapsed_models(offset, perplexity, kl):
     assert "Infinity" not in report.to_json()
 
 
+def test_what_is_left_out_of_batches_is_told():
+    """A mask that stands beside the tokens is no argument of the call."""
+    batch = text().view(5, 9), torch.ones(5, 9, dtype=torch.long)
+    with pytest.warns(UserWarning, match="called with the first entry of each batch alone"):
+        mts.evaluate(tiny_llama(), [batch], reference=other_llama(), progress=False)
+
+
 def test_tokens_as_bytes():
     assert evaluated(tiny_llama(), text()) == evaluated(tiny_llama(), text().to(torch.uint8))
 
@@ -197,3 +211,21 @@ def test_what_is_no_language_model_or_no_tokens(tokens, error, message):
     model = BertForSequenceClassification(BertConfig(vocab_size=50, **size))
     with pytest.raises(error, match=message):
         mts.evaluate(model, tokens, seq_len=8, progress=False)
+
+
+@pytest.mark.parametrize("kind", [BertForMaskedLM, BartForConditionalGeneration])
+def test_models_that_see_what_comes_next_have_no_perplexity(kind):
+    """Text is batches to them: the divergence is that of all predictions."""
+    sides = {
+        f"{side}_{name}": 2 for side in ("encoder", "decoder") for name in ("layers", "ffn_dim", "attention_heads")
+    }
+    bert = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    sizes: Any = bert if kind is BertForMaskedLM else {"d_model": 16, **sides}
+    model, dense = (kind(kind.config_class(vocab_size=97, **sizes)).eval() for _ in range(2))
+    with pytest.raises(ValueError, match="text of causal models aside"):
+        evaluated(model, text())
+    with torch.no_grad():
+        p, q = (x(text().view(5, 9)).logits.double().log_softmax(-1) for x in (dense, model))
+    measured = evaluated(model, text(), dense)
+    assert measured.perplexity is None
+    assert measured.kl == pytest.approx(float((p.exp() * (p - q)).sum(-1).mean()), rel=1e-4)

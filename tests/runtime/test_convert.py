@@ -71,6 +71,7 @@ def test_every_layer_left_dense_has_its_reason(backend):
             "twin": pruned(32, 64, seed=2),
             "replaced": pruned(32, 64),
             "left": pruned(32, 64),
+            "marked": pruned(32, 64),
             "fast": nn.TransformerEncoderLayer(64, 1, 64, dtype=torch.bfloat16),
         }
     )
@@ -79,6 +80,7 @@ def test_every_layer_left_dense_has_its_reason(backend):
     model["tied"] = pruned(32, 64)
     model["tied"].weight = model["twin"].weight
     model["replaced"].forward = lambda x: x
+    model["marked"].metadata = "of another library"
     packed_by(backend, model, exclude="left")
     uncalled = "TransformerEncoderLayer reads the weight without calling the layer"
     assert reasons(model) == {
@@ -92,6 +94,7 @@ def test_every_layer_left_dense_has_its_reason(backend):
         "twin": "tied: another module holds the same weight",
         "replaced": "its forward was replaced on the instance",
         "left": "excluded by 'left'",
+        "marked": "it has an attribute 'metadata', where its packed form belongs",
         "fast.self_attn.in_proj_weight": "a MultiheadAttention, not a plain nn.Linear",
         "fast.self_attn.out_proj": "a NonDynamicallyQuantizableLinear, not a plain nn.Linear",
         "fast.linear1": uncalled,
@@ -135,6 +138,12 @@ def test_globs_that_match_nothing_are_refused(backend):
     for key in ("include", "exclude"):
         with pytest.raises(ValueError, match="'haed' matches no layer of this ModuleDict; names look like head"):
             packed_by(backend, nn.ModuleDict({"head": pruned(32, 64)}), **{key: "haed"})
+
+
+def test_an_option_of_none_is_the_default(backend):
+    model = chain(pruned(32, 64))
+    packed_by(backend, model, include=None, exclude=None, strict=None, min_speedup=None)
+    assert len(mts.semi_structured_report(model).packed) == 1
 
 
 def test_a_second_call_keeps_what_is_packed(backend):

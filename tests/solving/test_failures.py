@@ -47,6 +47,17 @@ def test_a_model_without_values_is_refused():
     assert len(mts.make_plan(model, "magnitude").layers) == 14
 
 
+def test_what_cannot_carry_a_mask_is_refused_before_any_work():
+    model = tiny_llama()
+    last = model.model.layers[1].mlp.down_proj
+    last.weight_mask = "of another library"
+    before = state_of(model)
+    refused(mts.sparsify, model, "magnitude", parts=["1.mlp.down_proj.weight'", "has an attribute 'weight_mask'"])
+    assert_same_state(model, before)
+    assert not any(isinstance(module, SparseModule) for module in model.modules())
+    mts.sparsify(model, "magnitude", enforce=False)
+
+
 def test_a_sharded_weight_is_refused_by_name(tmp_path):
     """One process is enough to make a DTensor."""
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/init", rank=0, world_size=1)
@@ -446,6 +457,20 @@ def test_weights_whose_squares_may_overflow_are_refused(value):
         assert mts.report(model).layers[0].error > 0
     else:
         refused(mts.sparsify, model, "magnitude", match=r"layer '0': its weight holds 2.2e\+12, and more than 2\^40")
+
+
+@pytest.mark.parametrize("scale", [2.0**-50, 2.0**-80, 0.0])
+def test_weights_whose_squares_all_underflow_are_refused(scale):
+    """Ties decided on their masks, and errors were reported as 0. All of them may be zero."""
+    model = nn.Sequential(nn.Linear(32, 48))
+    with torch.no_grad():
+        model[0].weight.mul_(scale)
+    data: dict[str, Any] = {"data_loader": [torch.randn(256, 32)], "progress": False}
+    if scale == 2.0**-80:
+        refused(mts.sparsify, model, "sparsegpt", match=r"layer '0': its weight holds 1\.46e-25, and", **data)
+    else:
+        mts.sparsify(model, "sparsegpt", **data)
+        assert (mts.report(model).layers[0].error == 0) == (scale == 0)
 
 
 @pytest.mark.filterwarnings("ignore:Initializing zero-element")

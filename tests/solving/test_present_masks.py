@@ -252,3 +252,12 @@ def test_a_method_that_lets_weights_come_back_is_refused():
 def test_a_plan_on_meta_does_not_look_at_masks():
     model = mts.sparsify(tiny_llama(), "magnitude", pattern="2:4").to("meta")
     assert len(mts.make_plan(model, "magnitude", pattern="25%").layers) == 14
+
+
+def test_a_mask_of_another_holder_is_replaced_without_enforce_as_well():
+    model, data = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), [torch.randn(64, 8)]
+    model[1].weight = model[0].weight
+    mts.set_mask(model, "1.weight", (torch.arange(8) < 4).expand(8, 8))
+    mts.sparsify(model, "sparsegpt", pattern="2:4", include="*", replace=True, enforce=False, data_loader=data)
+    model(torch.ones(1, 8))
+    assert int((model[0].weight == 0).sum()) == mts.report(model).layers[0].zeros == 32
