@@ -2,6 +2,7 @@
 
 import gc
 import os
+import runpy
 import sys
 from collections.abc import Callable
 
@@ -22,7 +23,7 @@ import transformers
 
 from modelopt_sparse.cli import commands as cli
 from modelopt_sparse.model import devices
-from tests.helpers import Done
+from tests.helpers import ROOT, Done
 
 transformers.utils.logging.disable_progress_bar()
 
@@ -70,5 +71,25 @@ def run(monkeypatch, capsys) -> Callable[..., Done]:
             cli.main()
         caught = capsys.readouterr()
         return Done(int(ended.value.code or 0), caught.out, caught.err)
+
+    return call
+
+
+@pytest.fixture
+def run_script(monkeypatch, capsys) -> Callable[..., Done]:
+    """`python examples/benchmarks/NAME ARGUMENTS` in this process, which has imported everything."""
+    folder = ROOT / "examples" / "benchmarks"
+
+    def call(name: str, *arguments: object) -> Done:
+        monkeypatch.syspath_prepend(folder)
+        monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
+        capsys.readouterr()
+        code: object = 0
+        try:
+            runpy.run_path(str(folder / name), run_name="__main__")
+        except SystemExit as ended:
+            code = ended.code or 0
+        caught = capsys.readouterr()
+        return Done(code, caught.out, caught.err) if isinstance(code, int) else Done(1, caught.out, f"{code}\n")
 
     return call

@@ -29,7 +29,7 @@ from modelopt_sparse.cli import commands as cli
 from modelopt_sparse.methods import ALIASES, METHODS
 from modelopt_sparse.plan import memory
 from modelopt_sparse.plan.options import ELSEWHERE, RENAMED
-from tests.helpers import TESTBED, Done, run_python, tiny_llama, token_batches, trained_model
+from tests.helpers import TESTBED, Done, tiny_llama, token_batches, trained_model
 
 ROOT = Path(__file__).parent.parent
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
@@ -261,21 +261,21 @@ def test_readme_figures_are_those_of_the_public_model():
 
 
 @pytest.mark.slow
-def test_the_benchmark_of_smaller_models_prints_their_times():
-    ran = run_python("examples/benchmarks/faster.py", "--width", 256, "--rounds", 1)
-    assert ran.returncode == 0, ran.stderr
-    rows = [line.split("|")[1:-1] for line in ran.stdout.splitlines() if line.startswith("|")][2:]
+def test_the_benchmark_of_smaller_models_prints_their_times(run_script):
+    ran = run_script("faster.py", "--width", 256, "--rounds", 1)
+    assert ran.code == 0, ran.err
+    rows = [line.split("|")[1:-1] for line in ran.out.splitlines() if line.startswith("|")][2:]
     shares = {title.strip(): int(share.strip(" %")) for title, share, *_ in rows}
     assert shares["a third of the blocks and half of the channels off"] < shares["half of the channels off"] < 100
     assert all(float(cell) > 0 for _, *cells in rows for cell in cells[1:])
 
 
 @pytest.mark.slow
-def test_the_benchmark_of_budgets_prints_a_table():
+def test_the_benchmark_of_budgets_prints_a_table(run_script):
     few = ("--samples", 2, "--windows", 1, "--draws", 0, "--recipes", "sparsegpt", "--levels", 50, "--hardware")
-    ran = run_python("examples/benchmarks/budget.py", *few)
-    assert ran.returncode == 0, ran.stderr
-    _, _, *rows = [line for line in ran.stdout.splitlines() if line.startswith("|")]
+    ran = run_script("budget.py", *few)
+    assert ran.code == 0, ran.err
+    _, _, *rows = [line for line in ran.out.splitlines() if line.startswith("|")]
     for row in rows:
         assert all(float(cell) > 0 for cell in row.split("|")[4:6])
     assert len(rows) == 3
@@ -290,33 +290,31 @@ def test_the_benchmark_of_budgets_prints_a_table():
         ("public_model.py", "--draws"),
     ],
 )
-def test_benchmarks_start(script, option):
+def test_benchmarks_start(run_script, script, option):
     """They take the others' environments or long to run; the options show that they and what they import are whole."""
-    ran = run_python(f"examples/benchmarks/{script}", "--help")
-    assert ran.returncode == 0, ran.stderr
-    assert option in ran.stdout
+    ran = run_script(script, "--help")
+    assert ran.code == 0, ran.err
+    assert option in ran.out
 
 
 @pytest.mark.slow
-def test_a_vision_transformer_comes_closer_with_quality(tmp_path):
+def test_a_vision_transformer_comes_closer_with_quality(run_script, tmp_path):
     """On a few images: trained, pruned and measured by the two scripts."""
-    ran = run_python("examples/benchmarks/train_model.py", "vit", "--epochs", 1, "--images", 512, "--out", tmp_path)
-    assert ran.returncode == 0, ran.stderr
+    ran = run_script("train_model.py", "vit", "--epochs", 1, "--images", 512, "--out", tmp_path)
+    assert ran.code == 0, ran.err
     few = ("--calibration", 64, "--held-out", 64, "--methods", "wanda,quality=balanced")
-    ran = run_python("examples/benchmarks/accuracy_vit.py", "--model", tmp_path, *few)
-    assert ran.returncode == 0, ran.stderr
-    rows = dict(re.findall(r"^\| (\S+) \| \S+ \| ([\d.]+) \|", ran.stdout, re.MULTILINE))
+    ran = run_script("accuracy_vit.py", "--model", tmp_path, *few)
+    assert ran.code == 0, ran.err
+    rows = dict(re.findall(r"^\| (\S+) \| \S+ \| ([\d.]+) \|", ran.out, re.MULTILINE))
     assert float(rows["quality=balanced"]) < float(rows["wanda"])
 
 
 @pytest.mark.slow
-def test_the_speed_benchmark_times_every_stage(tmp_path):
+def test_the_speed_benchmark_times_every_stage(run_script, tmp_path):
     """On a tiny model: each stage took time, no more than all of them, and the Gram matrices that it timed are those of
     the model's four inputs per block, whose first is left early."""
-    ran = run_python(
-        "examples/benchmarks/solve_speed.py", "--device", "cpu", "--tiny", "--layers", 2, "--out", tmp_path / "a.json"
-    )
-    assert ran.returncode == 0, ran.stderr
+    ran = run_script("solve_speed.py", "--device", "cpu", "--tiny", "--layers", 2, "--out", tmp_path / "a.json")
+    assert ran.code == 0, ran.err
     found = json.loads((tmp_path / "a.json").read_text(encoding="utf-8"))
     stages = ["forward", "gram", "factorize", "solve", "polish"]
     assert list(found["seconds"]) == [*stages, "other"]
@@ -326,14 +324,14 @@ def test_the_speed_benchmark_times_every_stage(tmp_path):
     assert found["seconds"]["other"] > 0
     hidden, wide = found["model"]["hidden_size"], found["model"]["intermediate_size"]
     assert found["gram_operations"] == 2 * 2 * found["tokens"] * (3 * hidden**2 + wide**2)
-    assert [row.split("|")[1].strip() for row in ran.stdout.splitlines()[2:9]] == [*stages, "other", "all"]
+    assert [row.split("|")[1].strip() for row in ran.out.splitlines()[2:9]] == [*stages, "other", "all"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_the_speed_benchmark_wants_a_gpu():
-    ran = run_python("examples/benchmarks/solve_speed.py")
-    assert ran.returncode == 1
-    assert ran.stderr == "solve_speed.py: no CUDA device; --device cpu --tiny tries the script out on a small model\n"
+def test_the_speed_benchmark_wants_a_gpu(run_script):
+    ran = run_script("solve_speed.py")
+    assert ran.code == 1
+    assert ran.err == "solve_speed.py: no CUDA device; --device cpu --tiny tries the script out on a small model\n"
 
 
 # links ------------------------------------------------------------------------------------------------------------

@@ -419,7 +419,7 @@ def test_a_budget_is_kept():
 @pytest.mark.slow
 def test_a_budget_takes_the_best_of_all_pairs():
     """Of all numbers of blocks and multiples of 32, each shrunk for itself and reconstructed as long as it may be."""
-    batches = list(trained_windows("calibration.txt", 128)[:16].split(4))
+    batches = list(trained_windows("calibration.txt", 64)[:16].split(4))
     model, budget = trained_model(), "70% params"
     ceiling, divergences = 0.7 * cost_of(model.config, budget), {}
     for blocks in range(6, 1, -1):
@@ -505,7 +505,7 @@ def test_a_width_of_another_name_is_the_mlps_where_nothing_is_wider():
 
 
 def test_repair_tunes_all_matrices_and_helps():
-    batches = list(trained_windows("calibration.txt", 64)[:128].split(4))
+    batches = list(trained_windows("calibration.txt", 64)[:64].split(4))
     found = {}
     for name, options in {"refit": {}, "repaired": {"reconstruct": 1, "distill": 1}}.items():
         model = trained_model()

@@ -15,9 +15,14 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
+from lm_eval import simple_evaluate
+from lm_eval.tasks import TaskManager
+from lm_eval.utils import make_table
 from quantizing import DEQUANTIZED
 from safetensors.torch import save_file
-from tools import HERE, TITLES, Failed, Tools, last_line, machine
+from tools import HERE, TITLES, Failed, Tools, machine
+
+import modelopt_sparse as mts
 
 TESTBED = HERE.parent / "testbed"
 ROWS = {
@@ -60,9 +65,11 @@ def main() -> int:
     (work / "held.txt").write_text(heldout[: options.characters], encoding="utf-8")
     measure = ["--data", work / "held.txt", "--seq-len", 512]
     print(run("modelopt_sparse", "eval", sparse, "--reference", options.model, *measure))
+    tasks = {"tasks": ["next_words"], "task_manager": TaskManager(include_path=work / "tasks", include_defaults=False)}
     for model in (options.model, sparse):
-        asked = ["--model", "hf", "--model_args", f"pretrained={model}", "--device", "cpu"]
-        print(run("lm_eval", *asked, "--tasks", "next_words", "--include_path", work / "tasks"))
+        print(
+            make_table(simple_evaluate("hf", f"pretrained={model},dtype=float32", device="cpu", batch_size=8, **tasks))
+        )
 
     windows = torch.randint(2048, (16, 256), generator=torch.Generator().manual_seed(0))
     save_file({"windows": windows}, work / "windows")
@@ -96,13 +103,12 @@ def run(module: str, *arguments: object) -> str:
 
 
 def zeros_in(folder: Path) -> tuple[bool, float]:
-    """(whether `verify` says that all layers in a folder hold 2:4, the share of zeros in them)."""
-    command = [sys.executable, "-m", "modelopt_sparse", "verify", str(folder), "--pattern", "2:4", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode not in (0, 1):
-        raise Failed(last_line(done.stderr))
-    layers = json.loads(done.stdout)
-    return done.returncode == 0, sum(each["zeros"] for each in layers) / sum(each["size"] for each in layers)
+    """(whether all layers in a folder hold 2:4, the share of zeros in them)."""
+    try:
+        holds, layers = True, mts.verify(folder, "2:4").layers
+    except mts.PatternError as error:
+        holds, layers = False, error.verification.layers
+    return holds, sum(layer.zeros for layer in layers) / sum(layer.size for layer in layers)
 
 
 def write_task(folder: Path, text: str, count: int) -> None:

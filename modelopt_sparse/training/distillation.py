@@ -88,7 +88,7 @@ def distill(
     """
     weights = _Weights(kl, task, square_head, temperature)
     student = unwrapped(model)
-    _refuse_parts_of_the_model(student, unwrapped(teacher))
+    _refuse_parts_of_the_model(student, teacher)
     end = Distillation()
     if square_head:
         end.enter_context(student.register_forward_pre_hook(_ask_for_hidden_states, with_kwargs=True))
@@ -139,6 +139,7 @@ def _tell_if_unused(loss: Tensor, logits: Tensor) -> None:
 def _refuse_parts_of_the_model(student: nn.Module, teacher: nn.Module) -> None:
     if not isinstance(teacher, nn.Module):
         raise TypeError(f"the teacher is a {type(teacher).__name__}: give the model itself")
+    teacher = unwrapped(teacher)
     parts = {*student.modules(), *(weight for weight in student.parameters() if weight.requires_grad)}
     for name, part in (*teacher.named_modules(), *teacher.named_parameters()):
         if part in parts:

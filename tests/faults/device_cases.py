@@ -85,9 +85,10 @@ def test_the_pretend_device_is_none_of_the_cpu(device):
     assert torch.equal((there @ here.to(device)).cpu(), here @ here)
 
 
-@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", DEVICES)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("way", "place"), [*((way, "device=") for way in WAYS), *((way, "on it") for way in ("sparsegpt", "reconstructed"))]
+)
 def test_every_way_to_sparsify(way, name, place):
     """In float64, so that no rounding decides about a mask. What is kept of activations is where the model is, however
     much is free on the device."""
@@ -106,9 +107,15 @@ def test_every_way_to_sparsify(way, name, place):
     assert_same(found, expected, atol=1e-5 if in_float32 else ROUNDINGS[name])
 
 
-@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("device_name", DEVICES)
-@pytest.mark.parametrize("name", ["t5", "bert", "albert", "swin", "resnet_bottleneck", "multihead_attention"])
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        *((name, "device=") for name in ("t5", "bert", "albert", "swin", "resnet_bottleneck", "multihead_attention")),
+        ("t5", "on it"),
+        ("albert", "on it"),
+    ],
+)
 @pytest.mark.filterwarnings("ignore:.*runs of the model over the data")  # of those that are not run block by block
 def test_architectures_with_padding(name, device_name, place):
     model = ARCHITECTURES[name].build().double()

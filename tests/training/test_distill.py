@@ -1,8 +1,6 @@
 """Distillation by a hook, against losses that are written out token by token."""
 
 import copy
-import runpy
-import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,7 +14,7 @@ from torch import Tensor, nn
 import modelopt_sparse as mts
 from modelopt_sparse.model.hf import cache_name
 from modelopt_sparse.training import distill
-from tests.helpers import ROOT, Snapshot, refused, tiny_llama
+from tests.helpers import Snapshot, refused, tiny_llama
 
 pytestmark = pytest.mark.core
 
@@ -302,14 +300,10 @@ def test_a_compiled_model():
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)  # a minute on a quiet machine
-def test_the_teacher_gives_back_more_than_the_text_does(monkeypatch, capsys):
+def test_the_teacher_gives_back_more_than_the_text_does(run_script):
     """The benchmark with 1/14 of its tokens. It leaves 71 % and 80 %, where the full one leaves 45 % and 59 %."""
-    folder = ROOT / "examples" / "benchmarks"
     choice = "--start sparsegpt --losses cross-entropy KL --steps 30 --batch 4 --calibration 8 --heldout 4"
-    monkeypatch.syspath_prepend(folder)
-    monkeypatch.setattr(sys, "argv", ["distill.py", *choice.split()])
-    runpy.run_path(str(folder / "distill.py"), run_name="__main__")
-    printed = capsys.readouterr().out
+    printed = run_script("distill.py", *choice.split()).out
     rows = [[cell.strip() for cell in line.split("|")] for line in printed.splitlines() if "%" in line]
     left = {row[2]: float(row[5].removesuffix("%")) for row in rows}
     assert left["KL"] <= 76
