@@ -178,9 +178,13 @@ def tabled(data: CalibrationData) -> tuple[CalibrationData, ChoiceCosts]:
 
 
 def _checksums(run: Run) -> dict[str, str]:
-    """Of each layer's weight; of a streamed one, which is in no memory now, dtype and shape."""
-    values = {x.name: x.layer.values for x in run.plan.layers}
-    return {name: checksum(x if run.storage.resident else x.to("meta")) for name, x in values.items()}
+    """Of each layer's weight. One block after the other is read."""
+    sums: dict[str, str] = {}
+    for name, layer_plans in run.plan.by_block.items():
+        if name is not None:
+            run.storage.load(run.plan.named_blocks[name])
+        sums |= {layer_plan.name: checksum(layer_plan.layer.values) for layer_plan in layer_plans}
+    return sums
 
 
 def _read(file: Path, run: Run) -> Losses:
@@ -202,8 +206,7 @@ def _read(file: Path, run: Run) -> Losses:
         interpolated = any(isinstance(choice, Unstructured) for choice in known)  # those of others follow
         unknown = [choice for choice in layer_plan.choices if choice not in known]
         missing = [str(choice) for choice in unknown if not (interpolated and isinstance(choice, Unstructured))]
-        then, now = str(weights.get(layer_plan.name)), current[layer_plan.name]
-        if not (then.startswith(now) or now.startswith(then)) or missing:  # one may be of a streamed model
+        if weights.get(layer_plan.name) != current[layer_plan.name] or missing:
             layer = f"layer {layer_plan.name!r} {list(layer_plan.shape)}"
             problem = f"no losses of {layer} at {', '.join(missing) or 'these weights'}"
             raise ValueError(f"losses={str(file)!r} has {problem}: give that of this model and choices, or a new path")
