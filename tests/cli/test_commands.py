@@ -21,9 +21,17 @@ from modelopt_sparse.cli import commands as cli
 from modelopt_sparse.runtime.convert import Settings
 from tests.cli.conftest import TEMPLATE, by_the_api
 from tests.helpers import assert_same_state, run_python, state_of, tiny_llama
-from tests.runtime.unpacking import installed, place_for
+from tests.runtime.unpacking import installed, place_for, sparse_llama
 
 pytestmark = pytest.mark.core
+
+
+def evaluated(work: Path, folder: Path) -> mts.Evaluation:
+    """The model of a folder beside the dense one, by the API."""
+    tokenizer = AutoTokenizer.from_pretrained(work / "llama")
+    tokens = torch.tensor(tokenizer((work / "held.txt").read_text(), add_special_tokens=False)["input_ids"])
+    model, dense = (AutoModelForCausalLM.from_pretrained(each) for each in (folder, work / "llama"))
+    return mts.evaluate(model, tokens, seq_len=32, reference=dense, progress=False)
 
 
 # sparsify -----------------------------------------------------------------------------------------------------------
@@ -33,24 +41,18 @@ def test_sparsify_writes_a_folder_with_everything_that_belongs_to_the_model(run,
     out = tmp_path / "new" / "out"
     data = ("--data", work / "text.txt", "--num-samples", 8, "--seq-len", 32)
     said = run("sparsify", work / "llama", "--out", out, *data, "--eval", work / "held.txt", "--no-progress").well()
-    for part in (
-        "model.layers.0.mlp.up_proj",
-        "7 layers pruned, 50.00% zeros",
-        f"Written to {out}: load it with trans",
-    ):
+    for part in ("model.layers.0.mlp.up_proj", "7 layers pruned, 50.00% zeros", f"Written to {out}: load it with tran"):
         assert part in said
 
     model = AutoModelForCausalLM.from_pretrained(out)
     assert_same_state(mts.load(out), state_of(by_the_api(work, num_samples=8, seq_len=32)))
-    tokenizer, original = AutoTokenizer.from_pretrained(out), AutoTokenizer.from_pretrained(work / "llama")
+    tokenizer, original = (AutoTokenizer.from_pretrained(folder) for folder in (out, work / "llama"))
     assert tokenizer.chat_template == TEMPLATE
     assert tokenizer("import os\n")["input_ids"] == original("import os\n")["input_ids"]
     assert model.generation_config.max_new_tokens == 7
     assert json.loads((out / "config.json").read_text()) == json.loads((work / "llama" / "config.json").read_text())
 
-    held = torch.tensor(original((work / "held.txt").read_text(), add_special_tokens=False)["input_ids"])
-    dense = AutoModelForCausalLM.from_pretrained(work / "llama")
-    expected = mts.evaluate(model, held, seq_len=32, reference=dense, progress=False)
+    expected = evaluated(work, out)
     assert f"dense {expected.reference_perplexity:.3f}, sparse {expected.perplexity:.3f}; " in said
     kl = f"KL from dense {expected.kl:.4f} nats per token; {expected.windows} windows of 32 tokens"
     assert kl in " ".join(said.split())
@@ -63,8 +65,7 @@ def test_a_sparse_folder_comes_with_its_masks(run, work, sparse, tmp_path):
     run(*again, "--pattern", "25%").wrong("50.00% zeros in the present mask, and pattern 25% per matrix has fewer")
     assert not (tmp_path / "out").exists()
     done = run(*again, "--pattern", "1:4", "--include", "*.up_proj")
-    assert done.code == 0
-    assert "pruned before (magnitude 2:4)" in done.out
+    assert (done.code, "pruned before (magnitude 2:4)" in done.out) == (0, True)
     masks, before = (dict(mts.named_masks(mts.load(folder))) for folder in (tmp_path / "out", sparse))
     assert masks.keys() == before.keys()
     for name, mask in masks.items():
@@ -75,14 +76,14 @@ def test_a_sparse_folder_comes_with_its_masks(run, work, sparse, tmp_path):
     assert masks.keys() == before.keys()
     for name, mask in masks.items():
         assert mask.float().mean() == 0.75 if "up_proj" in name else torch.equal(mask, before[name])
-    done = run(*again, "--overwrite", "--pattern", "25%", "--set", "replace=true")
-    assert "7 layers pruned, 25.00% zeros" in done.out
+    said = run(*again, "--overwrite", "--pattern", "25%", "--set", "replace=true").out
+    assert "7 layers pruned, 25.00% zeros" in said
     text = ("--data", work / "text.txt", "--num-samples", 4, "--seq-len", 32)
     budget = ("budget", sparse, "--method", "magnitude", "--budget", "60% zeros", *text)
     assert "carries a mask whose zeros stay, against a budget" in run(*budget).err
     assert run(*budget, "--set", "replace=true").code == 0
-    shrink = ("shrink", sparse, "--mlp", "25%", "--out", tmp_path / "smaller", *text)
-    run(*shrink).wrong("this LlamaForCausalLM is sparse: shrink it first")
+    done = run("shrink", sparse, "--mlp", "25%", "--out", tmp_path / "smaller", *text)
+    done.wrong("this LlamaForCausalLM is sparse: shrink it first")
 
 
 def test_streaming_writes_the_same_model(run, work, tmp_path):
@@ -121,23 +122,22 @@ def test_packed_folders(run, work, sparse, tmp_path, stream):
     assert f"Written to {tmp_path / 'again'}." in said
     for path in (tmp_path / "out").iterdir():
         assert (tmp_path / "again" / path.name).read_bytes() == path.read_bytes(), path.name
-    assert run("unpack", tmp_path / "plain", "--out", tmp_path / "x").err == (
-        f"modelopt-sparse: '{tmp_path / 'plain'}' is not packed: there is nothing to do\n"
-    )
+    nothing = f"modelopt-sparse: '{tmp_path / 'plain'}' is not packed: there is nothing to do\n"
+    assert run("unpack", tmp_path / "plain", "--out", tmp_path / "x").err == nothing
     assert run("pack", tmp_path / "plain", "--out", tmp_path / "x", "--quiet").out == ""
 
 
+NEVER_WRITTEN = {
+    "link": "is the folder that the weights come from, which would be lost: give another path",
+    "..": "is the current directory or a folder above it, and a model is written to a folder of its own: give",
+    "model.pth": "looks like a pickle file",
+    "notes.txt": "is a file: give another path",
+}
+
+
 @pytest.mark.parametrize("stream", [(), ("--stream",)])
-@pytest.mark.parametrize(
-    ("out", "message"),
-    [
-        ("link", "is the folder that the weights come from, which would be lost: give another path"),
-        ("..", "is the current directory or a folder above it, and a model is written to a folder of its own: give"),
-        ("model.pth", "looks like a pickle file"),
-        ("notes.txt", "is a file: give another path"),
-    ],
-)
-def test_what_is_never_written_to_is_refused_before_work(run, work, tmp_path, monkeypatch, out, message, stream):
+@pytest.mark.parametrize("out", NEVER_WRITTEN)
+def test_what_is_never_written_to_is_refused_before_work(run, work, tmp_path, monkeypatch, out, stream):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     shutil.copytree(work / "llama", "dense")
@@ -146,7 +146,7 @@ def test_what_is_never_written_to_is_refused_before_work(run, work, tmp_path, mo
     before = sorted((path, path.is_file() and path.read_bytes()) for path in tmp_path.rglob("*"))
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)
     done = run("sparsify", "dense", "--out", out, "--overwrite", "--method", "magnitude", *stream)
-    done.wrong(message)
+    done.wrong(NEVER_WRITTEN[out])
     assert len(done.err.splitlines()) == 1
     assert sorted((path, path.is_file() and path.read_bytes()) for path in tmp_path.rglob("*")) == before
 
@@ -168,8 +168,7 @@ def test_the_plan_is_checked_before_weights_are_read(run, work, tmp_path):
 def test_data_that_the_model_writes(run, work, tmp_path):
     own = ("--data", "self", "--num-samples", 6, "--seq-len", 32, "--no-progress")
     done = run("sparsify", work / "llama", "--out", tmp_path / "out", "--method", "wanda", *own)
-    assert done.code == 0, done.err
-    assert "the dense model wrote 6 windows of text itself" in done.out
+    assert (done.code, "the dense model wrote 6 windows of text itself" in done.out) == (0, True)
     assert mts.verify(tmp_path / "out", "2:4").layers
 
 
@@ -177,9 +176,8 @@ def test_data_that_the_model_writes(run, work, tmp_path):
 def test_warnings_are_one_line(run, work, tmp_path):
     command = ("sparsify", work / "llama", "--out", tmp_path / "out", "--data", work / "held.txt", "--seq-len", "64")
     done = run(*command)
-    assert done.code == 0
     (line,) = done.err.splitlines()
-    assert line.startswith("modelopt-sparse: warning: the text gives ")
+    assert (done.code, line.startswith("modelopt-sparse: warning: the text gives ")) == (0, True)
 
 
 def test_bars_of_other_libraries_are_hidden_unless_asked_for(run, work, tmp_path):
@@ -201,15 +199,15 @@ def test_bars_of_other_libraries_are_hidden_unless_asked_for(run, work, tmp_path
 
 
 def test_the_plan_of_shrink_needs_no_weights_and_sees_every_size(run, work):
-    for options, sizes in (
-        (("--mlp", "50%"), {"mlp": 0.5}),
-        (("--to", "intermediate_size=40"), {"to": {"intermediate_size": 40}}),
-        (("--budget", "97% params"), {"budget": "97% params"}),
-        (("--mlp", "50%", "--set", "tensor_parallel=2"), {"mlp": 0.5, "tensor_parallel": 2}),
-        (("--mlp", "50%", "--set", "multiple_of=3"), {"mlp": 0.5, "multiple_of": 3}),
-        (("--mlp", "50%", "--set", "mlp=3"), {"mlp": 0.5}),
-    ):
-        said = run("shrink", work / "only-config", "--plan", "--json", *options).well()
+    for options, sizes in {
+        "--mlp 50%": {"mlp": 0.5},
+        "--to intermediate_size=40": {"to": {"intermediate_size": 40}},
+        "--budget 97%params": {"budget": "97% params"},
+        "--mlp 50% --set tensor_parallel=2": {"mlp": 0.5, "tensor_parallel": 2},
+        "--mlp 50% --set multiple_of=3": {"mlp": 0.5, "multiple_of": 3},
+        "--mlp 50% --set mlp=3": {"mlp": 0.5},
+    }.items():
+        said = run("shrink", work / "only-config", "--plan", "--json", *options.split()).well()
         model = tiny_llama(vocab_size=2048, num_hidden_layers=1)
         assert json.loads(said) == json.loads(mts.plan_shrink(model, **sizes).to_json()), options
 
@@ -217,9 +215,7 @@ def test_the_plan_of_shrink_needs_no_weights_and_sees_every_size(run, work):
 def test_shrink_writes_what_the_api_makes(run, work, tmp_path):
     asked = ("--mlp", 24, "--data", work / "text.txt", "--num-samples", 8, "--seq-len", 64, "--no-progress")
     for name, more in {"smaller": (), "streamed": ("--stream", "--spill")}.items():
-        done = run("shrink", work / "llama", "--out", tmp_path / name, *asked, *more)
-        assert (done.code, done.err) == (0, "")
-        assert "Written to" in done.out
+        assert "Written to" in run("shrink", work / "llama", "--out", tmp_path / name, *asked, *more).well()
     model = AutoModelForCausalLM.from_pretrained(work / "llama", dtype="auto")
     text = {"data": work / "text.txt", "tokenizer": AutoTokenizer.from_pretrained(work / "llama")}
     mts.shrink(model, mlp=24, num_samples=8, seq_len=64, **text)
@@ -242,10 +238,7 @@ def test_plan_estimates_memory_in_the_dtype_of_the_run_also_on_a_device_of_anoth
 
 
 def test_eval(run, work, sparse):
-    tokenizer = AutoTokenizer.from_pretrained(work / "llama")
-    tokens = torch.tensor(tokenizer((work / "held.txt").read_text(), add_special_tokens=False)["input_ids"])
-    model, dense = (AutoModelForCausalLM.from_pretrained(folder) for folder in (sparse, work / "llama"))
-    expected = mts.evaluate(model, tokens, seq_len=32, reference=dense, progress=False)
+    expected = evaluated(work, sparse)
     command = ("eval", sparse, "--data", work / "held.txt", "--seq-len", 32)
     assert run(*command, "--reference", work / "llama").out == f"{expected}\n"
     found = json.loads(run(*command, "--reference", work / "llama", "--json").out)
@@ -277,8 +270,7 @@ def test_verify_exit_codes(run, work, sparse, tmp_path):
     assert run("verify", work / "llama", "--pattern", "2:4").code == 1
     mts.export(mts.load(sparse)).save_pretrained(tmp_path / "plain")  # which has no report
     assert run("verify", tmp_path / "plain", "--pattern", "2:4").code == 0
-    assert run("verify", tmp_path / "plain").code == 2
-    for wrong in (["nowhere"], [work / "llama"], [sparse, "--pattern", "2-4"], [work]):
+    for wrong in ([tmp_path / "plain"], ["nowhere"], [work / "llama"], [sparse, "--pattern", "2-4"], [work]):
         run("verify", *wrong).wrong()
 
 
@@ -314,8 +306,7 @@ def test_sparsify_with_json_prints_json_alone(run, work, tmp_path):
     command = ("sparsify", work / "llama", "--method", "magnitude", "--out", tmp_path / "out", "--json")
     found = json.loads(run(*command, "--eval", work / "held.txt", "--seq-len", 32).well())
     assert found.keys() == {"out", "evaluation", "report"}
-    assert found["report"] == mts.report(tmp_path / "out").as_dict()
-    assert found["evaluation"]["seq_len"] == 32
+    assert (found["report"], found["evaluation"]["seq_len"]) == (mts.report(tmp_path / "out").as_dict(), 32)
     assert found["evaluation"]["kl"] > 0
     assert json.loads(run(*command, "--overwrite").out)["evaluation"] is None
 
@@ -332,8 +323,7 @@ def test_speed_needs_a_gpu_and_says_so_in_one_line(run, sparse, monkeypatch):
 
 def test_speed_shows_the_report_of_what_it_was_asked_to_time(run, tmp_path, monkeypatch):
     """On the CPU, with a stand-in for the kernels and for the clock: dense takes 3 us, 2:4 takes 2."""
-    model: Any = tiny_llama(hidden_size=64, intermediate_size=128, num_key_value_heads=4)
-    mts.save(mts.sparsify(model.to(torch.bfloat16), "magnitude", progress=False), tmp_path / "sparse")
+    mts.save(sparse_llama(), tmp_path / "sparse")
     backend = installed(monkeypatch)
     asked = []
 
@@ -388,20 +378,27 @@ def raising(error: BaseException) -> Callable[..., None]:
     return call
 
 
-@pytest.mark.parametrize(
-    ("message", "shown"),
-    [
-        ("seq_len=4096: takes at most 64", "--seq-len 4096: takes at most 64"),
-        ("give pattern=, or batch_size=1 and num_samples=2", "give --pattern, or --batch-size 1 and --num-samples 2"),
-        ("or overwrite=True, spill=True", "or --overwrite, --spill"),
-        ("say how far it is: give reference=", "say how far it is: give --reference"),
-        ("polish=3 and my_seed=3 are no flags here", "polish=3 and my_seed=3 are no flags here"),
-        ("--set 'pattern=[': no YAML", "--set 'pattern=[': no YAML"),
-    ],
-)
-def test_messages_name_options_as_the_command_line_does(run, work, monkeypatch, message, shown):
-    monkeypatch.setattr(mts, "make_plan", raising(ValueError(message)))
-    assert run("plan", work / "llama").err == f"modelopt-sparse: {shown}\n"
+ENDS: list[tuple[BaseException, int, str]] = [
+    (ValueError("seq_len=4096: takes at most 64"), 2, "--seq-len 4096: takes at most 64"),
+    (ValueError("pattern=, or batch_size=1 and num_samples=2"), 2, "--pattern, or --batch-size 1 and --num-samples 2"),
+    (ValueError("or overwrite=True, spill=True"), 2, "or --overwrite, --spill"),
+    (ValueError("say how far it is: give reference="), 2, "say how far it is: give --reference"),
+    (ValueError("polish=3 and my_seed=3 are no flags here"), 2, "polish=3 and my_seed=3 are no flags here"),
+    (ValueError("--set 'pattern=[': no YAML"), 2, "--set 'pattern=[': no YAML"),
+    (KeyboardInterrupt(), 130, "interrupted"),
+    (mts.RankError("rank 1 stopped"), 3, "rank 1 stopped"),
+    (torch.OutOfMemoryError("no\nmemory"), 2, "no memory"),
+    (SafetensorError("junk"), 2, "junk"),
+    (MemoryError("full"), 2, "full"),
+]
+
+
+@pytest.mark.parametrize(("error", "code", "line"), ENDS)
+def test_what_ends_a_command_is_one_line_and_an_exit_code(run, work, monkeypatch, error, code, line):
+    """A message names options as the command line does."""
+    monkeypatch.setattr(mts, "make_plan", raising(error))
+    done = run("plan", work / "llama")
+    assert (done.code, done.out, done.err.strip()) == (code, "", f"modelopt-sparse: {line}")
 
 
 @pytest.mark.parametrize(
@@ -437,20 +434,3 @@ def test_mistakes_of_our_own_keep_their_traceback(run, work, monkeypatch):
     monkeypatch.setattr(mts, "make_plan", raising(RuntimeError("a bug")))
     with pytest.raises(RuntimeError, match="a bug"):
         run("plan", work / "llama")
-
-
-@pytest.mark.parametrize(
-    ("error", "code", "line"),
-    [
-        (KeyboardInterrupt(), 130, "interrupted"),
-        (mts.RankError("rank 1 stopped"), 3, "rank 1 stopped"),
-        (torch.OutOfMemoryError("no\nmemory"), 2, "no memory"),
-        (SafetensorError("junk"), 2, "junk"),
-        (MemoryError("full"), 2, "full"),
-    ],
-)
-def test_what_ends_a_command_is_one_line_and_an_exit_code(run, work, monkeypatch, error, code, line):
-    monkeypatch.setattr(mts, "make_plan", raising(error))
-    done = run("plan", work / "llama")
-    assert (done.code, done.out) == (code, "")
-    assert done.err.strip() == f"modelopt-sparse: {line}"

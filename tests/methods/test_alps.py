@@ -11,7 +11,7 @@ from modelopt_sparse.methods.base import relative_error
 from modelopt_sparse.methods.patterns import Pattern, parse_pattern
 from tests.oracles.layer_problem import damped, exact_refit, problem, solved
 
-PATTERNS = ["2:4", "4:8", "50%", "70%"]
+ALPS, PATTERNS = METHODS["alps"], ["2:4", "4:8", "50%", "70%"]
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
@@ -26,9 +26,8 @@ def test_error_is_below_that_of_sparsegpt_even_when_its_values_are_refitted_exac
 
 def test_a_loop_that_is_cut_short_is_still_refitted_to_the_optimum_on_its_support():
     weight, stats = problem(3)
-    method = METHODS["alps"]
-    options = {**method.options, "iterations": 3, "refit_iterations": 500}
-    solution = method.solve(weight, method.prepare(stats, options), parse_pattern("2:4"), options)
+    options = {**ALPS.options, "iterations": 3, "refit_iterations": 500}
+    solution = ALPS.solve(weight, ALPS.prepare(stats, options), parse_pattern("2:4"), options)
     best = exact_refit(weight, solution.mask, damped(stats))
     torch.testing.assert_close(solution.weight, best, rtol=1e-5, atol=1e-5)
 
@@ -36,18 +35,17 @@ def test_a_loop_that_is_cut_short_is_still_refitted_to_the_optimum_on_its_suppor
 def test_no_row_is_worse_than_before_the_refit():
     """Conjugate gradients can lose by rounding, or, as here, because the Gram matrix is not quite symmetric."""
     weight, stats = problem(5)
-    method = METHODS["alps"]
-    state = method.prepare(stats, method.options)
+    state = ALPS.prepare(stats, ALPS.options)
     upper = torch.randn(state.gram.shape, generator=torch.Generator().manual_seed(0)).triu(1)
     state = replace(state, gram=state.gram + 0.2 * upper)
     scaled = weight.to(state.root_C.dtype) * state.root_C
     pattern = parse_pattern("2:4")
-    settled, mask = alps._settle(scaled, state, pattern, method.options["iterations"])
+    settled, mask = alps._settle(scaled, state, pattern, ALPS.options["iterations"])
     before = alps.squared_error(scaled, settled, state.gram)
     refitted = alps.squared_error(scaled, alps.refit(scaled, settled, mask, state.gram, 10)[0], state.gram)
     assert (refitted > before).any()
     assert (refitted < before).any()
-    solution = method.solve(weight, state, pattern, method.options)
+    solution = ALPS.solve(weight, state, pattern, ALPS.options)
     after = alps.squared_error(scaled, solution.weight.to(scaled.dtype) * state.root_C, state.gram)
     torch.testing.assert_close(after, torch.minimum(before, refitted), rtol=1e-4, atol=0)
 
@@ -72,8 +70,7 @@ def admm(dense: Tensor, gram: Tensor, pattern: Pattern, iterations: int) -> Tens
 @pytest.mark.parametrize("iterations", [1, 3, 4, 7, 13])
 def test_admm_is_that_of_the_paper(pattern, iterations):
     weight, stats = problem(4)
-    method, of_layer = METHODS["alps"], parse_pattern(pattern).with_scope(METHODS["alps"].scope)
-    state = method.prepare(stats, method.options)
+    of_layer, state = parse_pattern(pattern).with_scope(ALPS.scope), ALPS.prepare(stats, ALPS.options)
     scaled = weight * state.root_C
     sparse, mask = alps._settle(scaled, state, of_layer, iterations)
     torch.testing.assert_close(sparse, admm(scaled, state.gram, of_layer, iterations), rtol=1e-6, atol=1e-5)
@@ -81,12 +78,9 @@ def test_admm_is_that_of_the_paper(pattern, iterations):
 
 
 def test_more_iterations_than_it_takes_to_settle_change_nothing():
-    weight, stats = problem(2)
-    method, pattern = METHODS["alps"], parse_pattern("2:4")
-    state = method.prepare(stats, method.options)
-    short, settled, longer = (
-        method.solve(weight, state, pattern, {**method.options, "iterations": count}) for count in (3, 300, 1000)
-    )
+    (weight, stats), pattern = problem(2), parse_pattern("2:4")
+    state, counts = ALPS.prepare(stats, ALPS.options), (3, 300, 1000)
+    short, settled, longer = (ALPS.solve(weight, state, pattern, {**ALPS.options, "iterations": n}) for n in counts)
     assert torch.equal(settled.weight, longer.weight)
     assert not torch.equal(short.mask, settled.mask)
     assert settled.error < short.error

@@ -74,12 +74,8 @@ def test_dead_channels_count_as_channels_of_their_own_as_large_as_the_smallest_l
     such a token says, where the sizes are all that there is to say.)"""
     weight, inputs = problem(DEAD)
     smallest = min(norm for norm in inputs.norm(dim=0).tolist() if norm > 0)
-    awake = torch.zeros(len(DEAD), 32)
-    for row, channel in enumerate(DEAD):
-        awake[row, channel] = smallest
-    seen = stats_of(torch.cat([inputs, awake]))
-    method, options = METHODS[name], dict(METHODS[name].options)
-    expected_options = dict(options)
+    seen = stats_of(torch.cat([inputs, smallest * torch.eye(32)[DEAD]]))
+    method, options, expected_options = METHODS[name], dict(METHODS[name].options), dict(METHODS[name].options)
     if "damping" in options:  # relative to the mean of the diagonal, which is that of the data
         assert seen.gram is not None
         expected_options["damping"] *= float(inputs.square().sum() / seen.gram.diagonal().sum())
@@ -117,8 +113,7 @@ def test_the_statistics_themselves_stay_as_they_are():
     assert stats.gram is not None
     before = [stats.gram.clone(), stats.square_sums.clone()]
     filled = stats.with_dead_channels()
-    assert torch.equal(stats.gram, before[0])
-    assert torch.equal(stats.square_sums, before[1])
+    assert all(map(torch.equal, (stats.gram, stats.square_sums), before))
     assert stats.dead is None
     assert filled.dead is not None
     assert filled.dead.nonzero().flatten().tolist() == DEAD

@@ -46,8 +46,7 @@ def factor(columns: int, *lead: int, seed: int = 0) -> Tensor:
     """R with H^-1 = R^T R of correlated inputs, float32 ``[*lead, columns, columns]``."""
     found = []
     for i in range(torch.Size(lead).numel()):
-        x = correlated_inputs(4 * columns, columns, seed + i)
-        gram = x.T @ x / len(x)
+        gram = gram_of(columns, seed + i) / (4 * columns)
         gram.diagonal().add_(0.01 * gram.diagonal().mean())
         found.append(torch.linalg.cholesky(torch.linalg.inv(gram), upper=True))
     return torch.stack(found).view(*lead, columns, columns).float()
@@ -78,18 +77,15 @@ SIZES = [(3, 1), (2, 3), (5, 8), (1, 13), (19, 40), (2, 130)]  # blocks of any w
 def test_the_kernel_is_the_torch_path(pattern, rows, columns, device):
     """A number of rows that fills no tile; of 2:4, more than one tile."""
     current, inverse, spelled = torch.randn(rows, columns), factor(columns), parse_pattern(pattern)
-    pruned, mask = fused(current, inverse, spelled, device)
-    expected, expected_mask = plain(current, inverse, spelled)
-    assert torch.equal(mask, expected_mask)
+    pruned, mask = found = fused(current, inverse, spelled, device)
     assert not pruned[~mask].any()
-    torch.testing.assert_close(pruned, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found, plain(current, inverse, spelled), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("lead", "own"),
-    [((3,), ()), ((3,), (3,)), ((2, 2), (2, 2)), ((2, 2), ()), ((1,), (1,))],
-    ids=["shared", "own", "two", "two shared", "one"],
-)
+LEADS = {"shared": ((3,), ()), "own": ((3,), (3,)), "two": ((2, 2), (2, 2)), "two shared": ((2, 2), ())}
+
+
+@pytest.mark.parametrize(("lead", "own"), [*LEADS.values(), ((1,), (1,))], ids=[*LEADS, "one"])
 @pytest.mark.parametrize("pattern", ["2:4", "1:3", "50% per row", "50% per matrix"])
 def test_stacks_are_solved_as_each_of_their_matrices(pattern, lead, own, device):
     """By the torch path, and by the kernel where a pattern is chosen in it or before it; one factor for all or each."""
@@ -99,9 +95,9 @@ def test_stacks_are_solved_as_each_of_their_matrices(pattern, lead, own, device)
         found.append(fused(current, inverse, spelled, device))
     for pruned, mask in found:
         for i, matrix in enumerate(current.view(-1, 5, 12)):
-            expected, expected_mask = plain(matrix, inverse.view(-1, 12, 12)[i] if own else inverse, spelled)
-            assert torch.equal(mask.view(-1, 5, 12)[i], expected_mask)
-            torch.testing.assert_close(pruned.view(-1, 5, 12)[i], expected, rtol=1e-5, atol=1e-5)
+            expected = plain(matrix, inverse.view(-1, 12, 12)[i] if own else inverse, spelled)
+            found_here = tuple(x.view(-1, 5, 12)[i] for x in (pruned, mask))
+            torch.testing.assert_close(found_here, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_the_same_input_gives_the_same_bits(device):
@@ -152,9 +148,7 @@ TIES += [([1, 2, 1, -1], [0, 1]), ([-3, 0, 0, 0], [0, 1]), ([0, 0, 0, -3], [0, 3
 def test_of_equal_scores_the_lower_index_is_kept(device):
     """Literals; each group in every place of a row, and again as what is left after all groups before it."""
     current = torch.tensor([weights for weights, _ in TIES]).float()
-    kept = torch.zeros(len(TIES), 4, dtype=torch.bool)
-    for row, (_, indices) in enumerate(TIES):
-        kept[row, indices] = True
+    kept = torch.tensor([[place in indices for place in range(4)] for _, indices in TIES])
     turned = [torch.roll(torch.arange(len(TIES)), i) for i in range(5)]
     current, kept = (torch.cat([x[order] for order in turned], 1) for x in (current, kept))
     pruned, mask = fused(current, torch.eye(20), NM(2, 4), device)
@@ -175,8 +169,7 @@ def test_ties_that_compensation_makes(device):
 @pytest.mark.parametrize("pattern", ["1:2", "2:4", "4:8", "1:8", "3:5", "9:16"])
 def test_ties_go_as_in_the_pattern_itself(pattern, device):
     """Random weights of few different values, and pivots that make equal scores of different weights."""
-    nm = parse_pattern(pattern)
-    assert isinstance(nm, NM)
+    nm = NM(*map(int, pattern.split(":")))
     current = torch.randint(-2, 3, (37, 3 * nm.m)).float()
     pivots = 2.0 ** torch.randint(-1, 2, (3 * nm.m,))
     _, mask = fused(current * pivots, torch.diag(pivots), nm, device)
@@ -187,10 +180,8 @@ def test_ties_go_as_in_the_pattern_itself(pattern, device):
 
 
 def solve(weight: Tensor, gram: Tensor, pattern: Pattern, device: str, **options) -> Solution:
-    options = {**SPARSEGPT.options, **options}
-    gram = gram.to(device)
-    stats = Stats(1, gram.diagonal(dim1=-2, dim2=-1).clone(), gram)
-    state = SPARSEGPT.prepare(stats, options)
+    options, gram = {**SPARSEGPT.options, **options}, gram.to(device)
+    state = SPARSEGPT.prepare(Stats(1, gram.diagonal(dim1=-2, dim2=-1).clone(), gram), options)
     return SPARSEGPT.solve(weight.to(device), state, pattern.with_scope("matrix"), options)
 
 
@@ -203,8 +194,7 @@ def assert_as_one_at_a_time(
     assert found.weight.dtype == weight.dtype
     solved, masks = (x.cpu().view(-1, *weight.shape[-2:]) for x in (found.weight, found.mask))
     for i, matrix in enumerate(weight.view(-1, *weight.shape[-2:])):
-        gram_of_matrix = gram[i] if gram.dim() == 3 else gram
-        pruned, mask = one_at_a_time(matrix.double(), gram_of_matrix, pattern, block_size)
+        pruned, mask = one_at_a_time(matrix.double(), gram[i] if gram.dim() == 3 else gram, pattern, block_size)
         assert torch.equal(masks[i], mask)
         torch.testing.assert_close(solved[i].double(), pruned, rtol=rtol, atol=rtol / 10)
 

@@ -88,16 +88,14 @@ def test_contract(name, pattern, dtype, shape):
     solution = method.solve(weight, state, spelled, options)
 
     pruned, mask = solution.weight, solution.mask
-    assert mask.dtype == torch.bool
+    assert (mask.dtype, pruned.dtype) == (torch.bool, dtype)
     assert mask.shape == pruned.shape == weight.shape
-    assert pruned.dtype == dtype
     assert pruned.device == mask.device == weight.device
     assert torch.isfinite(pruned).all()
     assert 0 <= solution.error < 1
 
     if isinstance(spelled, NM):
-        kept = mask.unflatten(-1, (-1, spelled.m)).sum(-1)
-        assert (kept == spelled.n).all()
+        assert (mask.unflatten(-1, (-1, spelled.m)).sum(-1) == spelled.n).all()
     else:
         scopes = mask if spelled.scope == "row" else mask.flatten(-2)
         assert ((~scopes).sum(-1) == reference.zeros_of(spelled.sparsity, scopes.shape[-1])).all()
@@ -114,8 +112,7 @@ def test_contract(name, pattern, dtype, shape):
         again = method.solve(weight, method.prepare(stats, options), spelled, options)
     finally:
         torch.set_default_dtype(torch.float32)
-    assert torch.equal(again.mask, mask)
-    assert torch.equal(again.weight, pruned)
+    assert all(map(torch.equal, (again.mask, again.weight), (mask, pruned)))
     assert again.error == solution.error
 
 
@@ -172,14 +169,10 @@ def naive_scores(name: str, weight: list[list[float]], norms: list[float], alpha
     for i in range(rows):
         for j in range(columns):
             size = abs(weight[i][j])
-            if name == "magnitude":
-                score[i, j] = size
-            elif name == "wanda":
-                score[i, j] = size * norms[j]
-            else:
-                in_column = sum(abs(weight[k][j]) for k in range(rows))
-                in_row = sum(abs(weight[i][k]) for k in range(columns))
-                score[i, j] = (size / in_column + size / in_row) * norms[j] ** alpha
+            in_column = sum(abs(weight[k][j]) for k in range(rows))
+            in_row = sum(abs(weight[i][k]) for k in range(columns))
+            ria = (size / in_column + size / in_row) * norms[j] ** alpha
+            score[i, j] = {"magnitude": size, "wanda": size * norms[j], "ria": ria}[name]
     return score
 
 
@@ -197,8 +190,7 @@ def test_the_score_is_the_published_formula(name, pattern, alpha):
     else:
         default = {"magnitude": "matrix", "wanda": "row", "ria": "matrix"}[name]
         expected = reference.unstructured_mask(score, spelled.sparsity, spelled.scope or default)
-    method = METHODS[name]
-    state = Stats(stats.tokens, stats.square_sums)
+    method, state = METHODS[name], Stats(stats.tokens, stats.square_sums)
     solution = method.solve(weight, state, spelled.with_scope(method.scope), {"alpha": alpha})
     assert torch.equal(solution.mask, expected)
 
@@ -211,8 +203,6 @@ def test_ria_scores_rows_and_columns_of_zeros_as_zero():
 
 
 NAN = float("nan")
-
-
 SENSELESS = [
     ("ria", "alpha", [-0.1, 1.5, "0.5", None, True, NAN], r"must be a number in \[0, 1\]"),
     ("sparsegpt", "damping", [0, -0.1, 1.5, "1e-2", None, True, NAN], r"must be a number in \(0, 1\]"),
@@ -264,8 +254,7 @@ def test_statistics_of_two_halves_add_up_to_those_of_the_whole():
     whole, first, second = sums(inputs), sums(inputs[:13]), sums(inputs[13:])
     added = first + second
     assert added.tokens == 40
-    torch.testing.assert_close(added.gram, whole.gram)
-    torch.testing.assert_close(added.square_sums, whole.square_sums)
+    torch.testing.assert_close((added.gram, added.square_sums), (whole.gram, whole.square_sums))
     assert (first + Stats(27, second.square_sums)).gram is None
 
 

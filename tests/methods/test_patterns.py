@@ -55,8 +55,7 @@ LARGEST = [
 @pytest.mark.parametrize(("pattern", "score", "kept"), LARGEST)
 def test_the_largest_scores_are_kept(pattern, score, kept):
     found = parse_pattern(pattern).mask(torch.tensor(score, dtype=torch.float32))
-    assert found.dtype == torch.bool
-    assert found.int().tolist() == kept
+    assert (found.dtype, found.int().tolist()) == (torch.bool, kept)
 
 
 WITHIN = [
@@ -90,9 +89,8 @@ def test_leading_dimensions_are_independent_matrices():
 @pytest.mark.parametrize("rising", [True, False])
 def test_groups_wider_than_a_byte_counts(kept, rising):
     """An entry that all others beat, and one that beats all others."""
-    score = torch.arange(300.0) if rising else -torch.arange(300.0)
-    expected = (torch.arange(300) >= 300 - kept) if rising else (torch.arange(300) < kept)
-    assert torch.equal(NM(kept, 300).mask(score[None]), expected[None])
+    score = torch.arange(300.0) if rising else 299 - torch.arange(300.0)
+    assert torch.equal(NM(kept, 300).mask(score[None]), (score >= 300 - kept)[None])
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -112,8 +110,7 @@ COUNTS += [(0.0, 10, 0), (0.999, 10, 10), (0.1, 4_000_000_000, 400_000_000)]
 
 @pytest.mark.parametrize(("sparsity", "size", "zeros"), COUNTS)
 def test_zeros_are_counted_in_decimal_and_rounded_half_to_even(sparsity, size, zeros):
-    assert count_zeros(sparsity, size) == zeros
-    assert reference.zeros_of(sparsity, size) == zeros
+    assert count_zeros(sparsity, size) == reference.zeros_of(sparsity, size) == zeros
 
 
 @settings(deadline=None, max_examples=60)
@@ -127,10 +124,9 @@ def test_nm_masks_agree_with_brute_force(data, shape):
 @settings(deadline=None, max_examples=60)
 @given(score=scores(3, 7), sparsity=ANY_SPARSITY, scope=st.sampled_from(["row", "matrix"]))
 def test_unstructured_masks_agree_with_a_full_sort(score, sparsity, scope):
-    pattern = Unstructured(sparsity, scope)
-    mask = pattern.mask(score)
+    mask = Unstructured(sparsity, scope).mask(score)
     assert torch.equal(mask, reference.unstructured_mask(score, sparsity, scope))
-    assert pattern.count_kept_wrong(mask) == 0
+    assert Unstructured(sparsity, scope).count_kept_wrong(mask) == 0
 
 
 def test_keep_largest_takes_counts_beyond_both_ends():
@@ -143,46 +139,35 @@ def test_keep_largest_takes_counts_beyond_both_ends():
 
 def test_groups_and_scopes_that_break_a_pattern_are_counted():
     mask = torch.tensor([[1, 1, 0, 0, 1, 0, 0, 0], [1, 1, 1, 0, 1, 1, 0, 0]], dtype=torch.bool)
-    assert NM(2, 4).count_kept_wrong(mask) == 2
-    assert NM(2, 4).count_nonzero_wrong(mask.float()) == 1  # fewer nonzeros than allowed are right
-    assert Unstructured(0.5, "row").count_kept_wrong(mask) == 2
-    assert Unstructured(0.5, "row").count_nonzero_wrong(mask.float()) == 1
+    for pattern in (NM(2, 4), Unstructured(0.5, "row")):
+        assert pattern.count_kept_wrong(mask) == 2
+        assert pattern.count_nonzero_wrong(mask.float()) == 1  # fewer nonzeros than allowed are right
     assert Unstructured(0.5, "matrix").count_kept_wrong(mask) == 0
-    assert Unstructured(0.5).count_nonzero_wrong(mask.float()) == 0
-    assert Unstructured(0.6).count_nonzero_wrong(mask.float()) == 1
+    assert [Unstructured(level).count_nonzero_wrong(mask.float()) for level in (0.5, 0.6)] == [0, 1]
 
 
 def test_nm_does_not_fit_columns_that_are_no_multiple_of_m():
-    assert NM(2, 4).misfit(8) is None
+    assert (NM(2, 4).misfit(8), Unstructured(0.5).misfit(7)) == (None, None)
     assert NM(2, 4).misfit(10) == "10 input channels are not a multiple of 4, so 2:4 does not fit"
-    assert Unstructured(0.5).misfit(7) is None
     with pytest.raises(ValueError, match=r"shape \[3, 10\]: 10 input channels are not a multiple of 4"):
         NM(2, 4).mask(torch.ones(3, 10))
 
 
-def test_a_scope_is_filled_in_only_where_it_was_left_open():
+def test_a_scope_is_filled_in_only_where_it_was_left_open_and_sparsity_is_the_pruned_fraction():
+    for pattern in (NM(2, 4), Unstructured(0.5, "matrix")):
+        assert pattern.with_scope("row") == pattern
     assert Unstructured(0.5).with_scope("row") == Unstructured(0.5, "row")
-    assert Unstructured(0.5, "matrix").with_scope("row") == Unstructured(0.5, "matrix")
-    assert NM(2, 4).with_scope("row") == NM(2, 4)
-
-
-def test_sparsity_is_the_pruned_fraction():
-    assert NM(1, 4).sparsity == 0.75
-    assert NM(2, 4).sparsity == 0.5
+    assert (NM(1, 4).sparsity, NM(2, 4).sparsity) == (0.75, 0.5)
 
 
 # parsing -------------------------------------------------------------------------------------------------------------
 
 
 WRITTEN = [
-    ("2:4", NM(2, 4)),
-    (" 4 : 8 ", NM(4, 8)),
-    ("2:4 sparsity", NM(2, 4)),
-    (0.5, Unstructured(0.5)),
+    *((text, NM(2, 4)) for text in ("2:4", "2:4 sparsity", " 2 : 4 ")),
+    *((text, Unstructured(0.5)) for text in (0.5, "0.5", "50%")),
     (0, Unstructured(0.0)),
-    ("0.5", Unstructured(0.5)),
     (".7", Unstructured(0.7)),
-    ("50%", Unstructured(0.5)),
     ("29 %", Unstructured(0.29)),
     ("12.5%", Unstructured(0.125)),
     ("50% per row", Unstructured(0.5, "row")),
@@ -210,13 +195,7 @@ BAD = [
     ("0:4", "pattern '0:4': N .kept. must be from 1 to M; write for example '2:4'"),
     ("5:4", "pattern '5:4': N .kept. must be from 1 to M"),
     ("2:0", "pattern '2:0': N .kept. must be from 1 to M"),
-    ("2:-4", UNKNOWN),
-    ("2:4:8", UNKNOWN),
-    ("two of four", UNKNOWN),
-    ("", UNKNOWN),
-    (None, UNKNOWN),
-    (True, UNKNOWN),
-    ((2, 4), UNKNOWN),
+    *((text, UNKNOWN) for text in ("2:-4", "2:4:8", "two of four", "", None, True, (2, 4))),
     (1, r"sparsity 1.0: the pruned fraction must be in \[0, 1\), such as 0.5 or '50%'"),
     (50, r"sparsity 50.0: the pruned fraction must be in \[0, 1\)"),
     (-0.5, r"sparsity -0.5: the pruned fraction must be in \[0, 1\)"),
@@ -226,20 +205,20 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("make", "values", "message"),
-    [
-        (NM, ("2", "4"), r"NM\(n='2', m='4'\): N .kept. and M must be whole numbers, as in NM\(2, 4\)"),
-        (NM, (2, 4.0), r"NM\(n=2, m=4.0\): N .kept. and M must be whole"),
-        (NM, (True, 4), r"NM\(n=True, m=4\): N .kept. and M must be whole"),
-        (NM, (None, 4), r"NM\(n=None, m=4\): N .kept. and M must be whole"),
-        (Unstructured, ("0.5",), "sparsity '0.5': the pruned fraction must be"),
-        (Unstructured, (False,), "sparsity False: the pruned fraction must be"),
-        (Unstructured, (Fraction(1, 3),), r"sparsity Fraction\(1, 3\): the pruned fraction must be"),
-        (Unstructured, (None,), "sparsity None: the pruned fraction must be"),
-        (Unstructured, (torch.tensor(0.5),), r"sparsity tensor\(0.5000\): the pruned fraction must be"),
-    ],
-)
+REFUSED = [
+    (NM, ("2", "4"), r"NM\(n='2', m='4'\): N .kept. and M must be whole numbers, as in NM\(2, 4\)"),
+    (NM, (2, 4.0), r"NM\(n=2, m=4.0\): N .kept. and M must be whole"),
+    (NM, (True, 4), r"NM\(n=True, m=4\): N .kept. and M must be whole"),
+    (NM, (None, 4), r"NM\(n=None, m=4\): N .kept. and M must be whole"),
+    (Unstructured, ("0.5",), "sparsity '0.5': the pruned fraction must be"),
+    (Unstructured, (False,), "sparsity False: the pruned fraction must be"),
+    (Unstructured, (Fraction(1, 3),), r"sparsity Fraction\(1, 3\): the pruned fraction must be"),
+    (Unstructured, (None,), "sparsity None: the pruned fraction must be"),
+    (Unstructured, (torch.tensor(0.5),), r"sparsity tensor\(0.5000\): the pruned fraction must be"),
+]
+
+
+@pytest.mark.parametrize(("make", "values", "message"), REFUSED)
 def test_a_pattern_of_wrong_types_is_refused_when_it_is_made(make, values, message):
     with pytest.raises((TypeError, ValueError), match=message):
         make(*values)

@@ -49,14 +49,14 @@ def expected(pattern: Pattern, block_size: int, damping: float) -> tuple[Tensor,
     return one_at_a_time(weight, inputs.mT @ inputs, pattern, block_size, damping)
 
 
+PATTERNS = [
+    *("2:4", "1:4", "3:4", "4:8", "2:8", "4:16", "1:3"),
+    *(f"{level} per {scope}" for level in ("50%", "70%", "29%") for scope in ("row", "matrix")),
+]
+
+
 @pytest.mark.parametrize(("damping", "block_size"), [*((0.01, size) for size in [*BLOCK_SIZES, 40]), (0.3, 16)])
-@pytest.mark.parametrize(
-    "pattern",
-    [
-        *("2:4", "1:4", "3:4", "4:8", "2:8", "4:16", "1:3"),
-        *(f"{level} per {scope}" for level in ("50%", "70%", "29%") for scope in ("row", "matrix")),
-    ],
-)
+@pytest.mark.parametrize("pattern", PATTERNS)
 def test_solutions_agree_with_one_weight_at_a_time_whatever_the_block_size(pattern, block_size, damping):
     """In float64, and in float32 with the same mask."""
     (weight, inputs), spelled = problem(5, 48), parse_pattern(pattern)
@@ -103,9 +103,8 @@ def test_each_expert_is_damped_by_its_own_diagonal(pattern):
 
 def test_without_a_scope_the_matrix_is_the_scope():
     weight, inputs = problem(6, 32)
-    state = SPARSEGPT.prepare(stats_of(inputs), SPARSEGPT.options)
-    patterns = Unstructured(0.5), Unstructured(0.5, "matrix")
-    assert torch.equal(*(SPARSEGPT.solve(weight, state, each, SPARSEGPT.options).mask for each in patterns))
+    state, options = SPARSEGPT.prepare(stats_of(inputs), SPARSEGPT.options), SPARSEGPT.options
+    assert torch.equal(*(SPARSEGPT.solve(weight, state, Unstructured(0.5, x), options).mask for x in (None, "matrix")))
 
 
 def test_a_twin_channel_takes_over_the_weight_of_its_pruned_copy():
@@ -139,12 +138,10 @@ def test_the_output_error_is_below_that_of_wanda_and_magnitude(pattern, seed):
 
 def test_the_scale_of_the_inputs_does_not_matter():
     weight, inputs = problem(6, 32)
-    small, plain, large = (
-        solve(weight.float(), stats_of(scale * inputs.float()), NM(2, 4)) for scale in (2.0**-20, 1, 2.0**20)
-    )
-    for scaled in (small, large):
-        assert torch.equal(scaled.mask, plain.mask)
-        assert torch.equal(scaled.weight, plain.weight)
+    scales = (1, 2.0**-20, 2.0**20)
+    plain, *scaled = (solve(weight.float(), stats_of(scale * inputs.float()), NM(2, 4)) for scale in scales)
+    for each in scaled:
+        assert all(map(torch.equal, (each.mask, each.weight), (plain.mask, plain.weight)))
 
 
 def test_a_kept_weight_that_underflows_is_written_as_plus_zero():
@@ -185,8 +182,7 @@ def test_what_float32_cannot_factorize_is_factorized_in_float64():
     gram = torch.diag(torch.tensor([0.5 + step, 0.5 + 3 * step, 0.5, 0.5]))
     gram[2, 3] = gram[3, 2] = -1.0
     assert float(gram.diagonal().mean()) == 0.5 + step
-    weight = torch.randn(3, 4)
-    found = solve(weight, of_gram(gram), NM(2, 4), damping=1.0)
+    found = solve(torch.randn(3, 4), of_gram(gram), NM(2, 4), damping=1.0)
     assert found.notes == ("factorized with damping 1 in float64, 1 in float32 was not enough",)
     assert found.weight.dtype == torch.float32
     assert torch.isfinite(found.weight).all()

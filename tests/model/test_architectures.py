@@ -31,13 +31,25 @@ def sparsified(name: str, method="sparsegpt", side: str = "right", **options) ->
     return model
 
 
+def built(name: str) -> tuple[Any, nn.Module, list[str]]:
+    """An architecture of the table, a dense model of it, and the names of its blocks."""
+    architecture = ARCHITECTURES[name]
+    dense = architecture.build()
+    return architecture, dense, architecture.block_names(dense)
+
+
+def recorded(name: str, side: str = "right", **options) -> tuple[nn.Module, Any]:
+    """A sparse model, and what each layer was solved with."""
+    (_, dense, blocks), method = built(name), Recording()
+    return sparsified(name, method, side, **options), method.by_layer(matrices_of(dense, blocks))
+
+
 @every_architecture
 def test_the_stacks_are_the_blocks_of_the_table(name):
     """One after the other, in the order of the model, and nothing beside them."""
-    architecture = ARCHITECTURES[name]
-    model = architecture.build()
+    _, model, blocks = built(name)
     stacks = mts.make_plan(model, "magnitude").stacks
-    assert [block for stack in stacks for block in stack.names] == architecture.block_names(model)
+    assert [block for stack in stacks for block in stack.names] == blocks
 
 
 # statistics ---------------------------------------------------------------------------------------------------------
@@ -47,22 +59,16 @@ def test_the_stacks_are_the_blocks_of_the_table(name):
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_grams_of_the_dense_model(name, side):
     """With sequential="none" each layer's statistics are those of plain hooks on the untouched model."""
-    architecture, method = ARCHITECTURES[name], Recording()
-    dense = architecture.build()
-    blocks = architecture.block_names(dense)
-    sparsified(name, method, side, sequential="none")
-    expected = brute_force(dense, architecture.batches(side), blocks, architecture.real)
-    assert_stats(method.by_layer(matrices_of(dense, blocks)), expected)
+    architecture, dense, blocks = built(name)
+    _, found = recorded(name, side, sequential="none")
+    assert_stats(found, brute_force(dense, architecture.batches(side), blocks, architecture.real))
 
 
 @every_architecture
 def test_grams_of_the_half_sparse_model(name):
     """With sequential="block" they are those of the model with the blocks before it sparse and the others dense."""
-    architecture, method = ARCHITECTURES[name], Recording()
-    dense = architecture.build()
-    sparse = sparsified(name, method, "left", sequential="block")
-    blocks = architecture.block_names(dense)
-    found = method.by_layer(matrices_of(dense, blocks))
+    architecture, dense, blocks = built(name)
+    sparse, found = recorded(name, "left", sequential="block")
     steps = [[block] for block in blocks]
     assert_stats(found, stepwise(dense, sparse, architecture.batches("left"), steps, architecture.real))
 
@@ -72,10 +78,8 @@ def test_grams_under_autocast(name, dtype):
     """They are those of the dense model run under it, and float32. What lies behind an attention or a mixture that is
     one module, the oracle computes in another precision."""
     behind_one_module = name in ("mixtral", "transformer_encoder", "multihead_attention")
-    architecture, method = ARCHITECTURES[name], Recording()
-    dense = architecture.build()
-    blocks = architecture.block_names(dense)
-    sparsified(name, method, "right", sequential="none", autocast=dtype)
+    architecture, dense, blocks = built(name)
+    _, found = recorded(name, sequential="none", autocast=dtype)
 
     def call(model: nn.Module, batch: Any) -> None:
         with torch.autocast("cpu", getattr(torch, dtype), cache_enabled=False):
@@ -83,7 +87,6 @@ def test_grams_under_autocast(name, dtype):
 
     batches = architecture.batches("right")
     seen = [brute_force(dense, batches, blocks, architecture.real, each) for each in (call, call_model)]
-    found = method.by_layer(matrices_of(dense, blocks))
     assert {stats.gram.dtype for stats in found.values() if stats.gram is not None} == {torch.float32}
     assert_stats(found, seen[0], tolerance=2e-2 if behind_one_module else 1e-5)
     with pytest.raises(AssertionError):
@@ -93,12 +96,9 @@ def test_grams_under_autocast(name, dtype):
 @every_architecture
 def test_layers_that_get_one_input_share_one_stats_object(name):
     """And no others do: one block's statistics end with it, and a convolution's input counts with its window."""
-    architecture, method = ARCHITECTURES[name], Recording()
-    dense = architecture.build()
-    blocks = architecture.block_names(dense)
-    sparsified(name, method)
+    architecture, dense, blocks = built(name)
+    _, stats = recorded(name)
     inputs = brute_force(dense, architecture.batches("right"), blocks).inputs
-    stats = method.by_layer(matrices_of(dense, blocks))
     block_of = {layer: block for block in blocks for layer in matrices_of(dense, [block])}
     for one in stats:
         for other in stats:
@@ -114,13 +114,10 @@ def test_layers_that_get_one_input_share_one_stats_object(name):
 def test_every_eligible_weight_of_the_blocks_is_sparse_and_the_folder_loads_into_the_plain_model(name, tmp_path):
     """Every matrix in a block has two nonzeros in each four; stems, heads, embeddings and routers keep every bit. The
     plain model gives the same output."""
-    architecture = ARCHITECTURES[name]
-    dense = architecture.build()
-    blocks = architecture.block_names(dense)
+    architecture, dense, blocks = built(name)
     sparse = sparsified(name, "wanda")
     for layer, matrix in matrices_of(sparse, blocks).items():
-        nonzeros = (matrix != 0).unflatten(-1, (-1, 4)).sum(-1)
-        assert bool((nonzeros == 2).all()), layer
+        assert bool(((matrix != 0).unflatten(-1, (-1, 4)).sum(-1) == 2).all()), layer
     planned = {layer.parameter for layer in mts.report(sparse).layers}
     whole = ("in_proj_weight", "experts.gate_up_proj", "experts.down_proj")  # layers named by their parameter
     assert {layer if layer.endswith(whole) else f"{layer}.weight" for layer in matrices_of(dense, blocks)} == planned
@@ -150,8 +147,7 @@ def test_every_eligible_weight_of_the_blocks_is_sparse_and_the_folder_loads_into
 @every_architecture
 def test_the_model_comes_back_as_it_was(name):
     """Parameter objects, ties, flags, modes, caches, dtypes and hooks are the same, one by one."""
-    architecture = ARCHITECTURES[name]
-    model = architecture.build()
+    architecture, model, _ = built(name)
     model(**architecture.batches("right")[0])  # in the first call transformers installs hooks of its own in some models
     for index, parameter in enumerate(model.parameters()):
         parameter.requires_grad_(index % 3 != 0)

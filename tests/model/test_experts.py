@@ -20,8 +20,6 @@ from tests.oracles.brute_experts import brute_experts, stored_as_matrices
 from tests.oracles.brute_force import Recording, Seen, make_sparse
 
 every_model = pytest.mark.parametrize("name", MODELS)
-
-
 OPTIONS: dict[str, Any] = {"min_tokens": 1, "progress": False}
 
 
@@ -30,13 +28,19 @@ def fused(model: nn.Module) -> list[str]:
     return [name for name, parameter in model.named_parameters() if parameter.dim() == 3]
 
 
+def two_of_four(matrix: Tensor) -> bool:
+    return bool(((matrix != 0).unflatten(-1, (-1, 4)).sum(-1) == 2).all())
+
+
 def blocks_of(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if type(module).__name__.endswith("DecoderLayer")]
 
 
-def by_parameter(method: Recording, model: nn.Module) -> dict[str, mts.Stats]:
-    """The statistics that each fused parameter was solved with, in one piece."""
-    return {name: stats for name, ((_, stats),) in in_parts(method, model).items()}
+def recorded(dense: nn.Module, side: str = "left", **options: Any) -> tuple[nn.Module, dict[str, mts.Stats]]:
+    """The model made sparse, and the statistics that each fused parameter was solved with, in one piece."""
+    method = Recording()
+    sparse = mts.sparsify(copy.deepcopy(dense), method, data_loader=texts(side), **OPTIONS, **options)
+    return sparse, {name: stats for name, ((_, stats),) in in_parts(method, dense).items()}
 
 
 def assert_experts(found: dict[str, mts.Stats], expected: Seen, counts: dict[str, list[int]]) -> None:
@@ -56,15 +60,15 @@ def assert_experts(found: dict[str, mts.Stats], expected: Seen, counts: dict[str
 @every_model
 def test_grams_of_the_half_sparse_model(name):
     """Those of plain loops over tokens, where the blocks before are sparse; padding does not count."""
-    dense, method = MODELS[name](), Recording()
-    sparse = mts.sparsify(copy.deepcopy(dense), method, data_loader=texts("left"), **OPTIONS)
+    dense = MODELS[name]()
+    sparse, found = recorded(dense)
     half_sparse, expected, counts = copy.deepcopy(dense), Seen(), {}
     for block in blocks_of(dense):
         seen, counted = brute_experts(half_sparse, texts("left"), [block])
         expected.grams.update(seen.grams)
         counts.update(counted)
         make_sparse(half_sparse, sparse, [block])
-    assert_experts(by_parameter(method, dense), expected, counts)
+    assert_experts(found, expected, counts)
 
 
 DENSE = {name: MODELS[name] for name in ("mixtral", "gpt_oss", "llama4", "jetmoe")} | {"step3p7": STEP3P7}
@@ -74,19 +78,18 @@ DENSE = {name: MODELS[name] for name in ("mixtral", "gpt_oss", "llama4", "jetmoe
 @pytest.mark.parametrize("name", DENSE)
 def test_grams_of_the_dense_model(name, side):
     """Experts of Step 3 bound what the gate lets through, and their class is called like the interface."""
-    dense, method = DENSE[name](), Recording()
-    sparse = mts.sparsify(copy.deepcopy(dense), method, data_loader=texts(side), sequential="none", **OPTIONS)
-    assert_experts(by_parameter(method, dense), *brute_experts(dense, texts(side), blocks_of(dense)))
+    dense = DENSE[name]()
+    sparse, found = recorded(dense, side, sequential="none")
+    assert_experts(found, *brute_experts(dense, texts(side), blocks_of(dense)))
     assert {name for name, _ in mts.named_masks(sparse)} > set(fused(dense))
 
 
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "llama4", "jetmoe"])
 def test_grams_of_stages(name):
     """With what comes before in the block sparse: down_proj sees a sparse gate_up_proj."""
-    dense, method = MODELS[name](), Recording()
-    sparse = mts.sparsify(copy.deepcopy(dense), method, data_loader=texts("left"), sequential="stage", **OPTIONS)
-    first, second = blocks_of(dense)
-    found, final = by_parameter(method, dense), sparse.state_dict()
+    dense = MODELS[name]()
+    sparse, found = recorded(dense, sequential="stage")
+    (first, second), final = blocks_of(dense), sparse.state_dict()
     half_sparse = copy.deepcopy(dense)
     make_sparse(half_sparse, sparse, [first])
     for name in [name for name in fused(dense) if name.startswith(second)]:
@@ -111,25 +114,23 @@ def order(name: str) -> int:
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_grams_of_inkling_s_shared_experts(side):
-    dense, method = INKLING(), Recording()
-    sparse = mts.sparsify(copy.deepcopy(dense), method, data_loader=texts(side), sequential="none", **OPTIONS)
+    dense = INKLING()
+    sparse, found = recorded(dense, side, sequential="none")
     seen, _ = brute_experts(dense, texts(side), blocks_of(dense))
     expected = {name: gram for name, gram in seen.grams.items() if ".shared_experts." in name}
     assert len(expected) == 6
-    found = by_parameter(method, dense)
+    tokens = sum(int(batch["attention_mask"].sum()) for batch in texts(side))
     for name, gram in expected.items():
-        assert found[name].tokens == sum(int(batch["attention_mask"].sum()) for batch in texts(side))
+        assert found[name].tokens == tokens
         shared = found[name].gram
         torch.testing.assert_close(shared.expand(gram.shape).double(), gram, rtol=1e-5, atol=1e-5 * float(gram.max()))
-        groups = sparse.get_parameter(name).unflatten(-1, (-1, 4))
-        assert bool(((groups != 0).sum(-1) == 2).all()), name
+        assert two_of_four(sparse.get_parameter(name)), name
 
 
 def test_inkling_is_saved_and_reconstructed(tmp_path):
     sparse = mts.sparsify(INKLING(), "sparsegpt", reconstruct={"epochs": 1}, data_loader=plenty(), **OPTIONS)
     mts.save(sparse, tmp_path / "sparse")
-    plain: Any = type(INKLING()).from_pretrained(tmp_path / "sparse")
-    plain = copy.deepcopy(plain).eval()
+    plain: Any = copy.deepcopy(plain_from_pretrained(tmp_path / "sparse", type(INKLING()))).eval()
     for batch in texts("right"):
         assert torch.equal(plain(**batch).logits, sparse(**batch).logits)
     assert_same_state(mts.load(tmp_path / "sparse"), state_of(sparse))
@@ -154,11 +155,10 @@ def test_every_expert_is_2_4_and_the_folder_loads_in_plain_transformers_with_equ
     assert fused(dense)
     for key, before in dense.named_parameters():
         if key in fused(dense):
-            groups = stored_as_matrices(sparse, key).unflatten(-1, (-1, 4))
-            assert bool(((groups != 0).sum(-1) == 2).all()), key
+            assert two_of_four(stored_as_matrices(sparse, key)), key
             assert f"{key}_mask" in sparse.state_dict()
         elif ".layers." in key and before.dim() == 2 and not key.endswith("_bias") and not router(key):
-            assert bool(((parameters[key] != 0).unflatten(-1, (-1, 4)).sum(-1) == 2).all()), key
+            assert two_of_four(parameters[key]), key
         else:
             assert torch.equal(parameters[key], before), key
     assert len(mts.verify(sparse, "2:4").layers) == len(mts.report(sparse).layers)
@@ -202,32 +202,24 @@ def test_sparsegpt_beats_magnitude_in_output_error(name):
     """In every expert matrix, with the error taken from float64 Gram matrices of plain loops."""
     dense = MODELS[name]()
     seen, counts = brute_experts(dense, plenty(), blocks_of(dense))
-    options = {"data_loader": plenty(), "sequential": "none", "min_tokens": 1, "progress": False}
-    solved = mts.sparsify(copy.deepcopy(dense), "sparsegpt", **options)
+    solved = mts.sparsify(copy.deepcopy(dense), "sparsegpt", data_loader=plenty(), sequential="none", **OPTIONS)
     cut = mts.sparsify(copy.deepcopy(dense), "magnitude", progress=False)
     for key, gram in seen.grams.items():
-
-        def errors(sparse: nn.Module, key: str = key, gram: Tensor = gram) -> Tensor:
-            left = (stored_as_matrices(dense, key) - stored_as_matrices(sparse, key)).double()
-            return ((left @ gram) * left).sum((-2, -1))
-
         weight = stored_as_matrices(dense, key).double()
-        whole = ((weight @ gram) * weight).sum()
-        better, worse = errors(solved), errors(cut)
+        left = (weight - stored_as_matrices(solved, key), weight - stored_as_matrices(cut, key), weight)
+        better, worse, whole = (((matrix @ gram) * matrix).sum((-2, -1)) for matrix in left)
         used = torch.tensor(counts[key]) > 0
         assert bool((better[used] < 0.9 * worse[used]).all()), (key, better / worse)
         assert float(better.sum()) < 0.8 * float(worse.sum()), key
         (entry,) = (layer for layer in mts.report(solved).layers if layer.parameter == key)
         if bool(used.all()):  # else the report's error counts an average token
-            assert entry.error == pytest.approx(float(better.sum() / whole), rel=1e-4)
+            assert entry.error == pytest.approx(float(better.sum() / whole.sum()), rel=1e-4)
 
 
 # experts with few tokens --------------------------------------------------------------------------------------------
 
 
 FEW = 30
-
-
 DONE = {
     "pool": f"were filled up to {FEW} from the tokens of all experts",
     "all_tokens": "were solved as if every token were routed to them",
@@ -342,24 +334,21 @@ def test_a_memory_limit_changes_nothing_but_how_many_experts_are_solved_at_once(
 
 
 def test_only_the_gram_matrices_of_the_experts_being_solved_are_alive():
+    grams: list[weakref.ref[Tensor]] = []
+    alive: list[int] = []
+
     class Watching(Recording):
         """Magnitude that notes how many experts' Gram matrices are alive when it is called."""
 
-        def __init__(self) -> None:
-            super().__init__()
-            self.grams: list[weakref.ref[Tensor]] = []
-            self.alive: list[int] = []
-
         def solve(self, weight, state, pattern, options) -> mts.Solution:
             if weight.dim() == 3:
-                self.grams.append(weakref.ref(state.gram))
-                self.alive.append(sum(len(gram) for ref in self.grams if (gram := ref()) is not None))
+                grams.append(weakref.ref(state.gram))
+                alive.append(sum(len(gram) for ref in grams if (gram := ref()) is not None))
             mask = pattern.mask(weight.abs())
             return mts.Solution(weight.masked_fill(~mask, 0), mask, 0.0)
 
-    method = Watching()
-    mts.sparsify(MODELS["mixtral"](), method, data_loader=plenty(), memory_limit=100_000, progress=False)
-    assert method.alive == [1, 1, 1, 1, 2, 2] * 2
+    mts.sparsify(MODELS["mixtral"](), Watching(), data_loader=plenty(), memory_limit=100_000, progress=False)
+    assert alive == [1, 1, 1, 1, 2, 2] * 2
 
 
 def test_the_plan_states_the_memory_of_experts():
@@ -368,11 +357,10 @@ def test_the_plan_states_the_memory_of_experts():
     assert [layer.at_once for layer in plan.layers if len(layer.shape) == 3] == [3, None, 3, None]
     text = {"data": ["a"], "tokenizer": len, "num_samples": 5, "seq_len": 8}
     attention = (32 * 32) + 32 * 32  # q, k and v one each in the bound; o
-    model = MODELS["mixtral"]()
-    whole = mts.make_plan(model, "sparsegpt", **text).memory
+    whole = mts.make_plan(MODELS["mixtral"](), "sparsegpt", **text).memory
     assert whole["statistics_of_one_block"] == 4 * (2 * attention + EXPERTS * (32 * 32 + 24 * 24))
     assert "routed_tokens_of_one_block" not in whole
-    few = mts.make_plan(model, "sparsegpt", **text, memory_limit=100_000).memory
+    few = mts.make_plan(MODELS["mixtral"](), "sparsegpt", **text, memory_limit=100_000).memory
     assert few["statistics_of_one_block"] == 4 * (2 * attention + EXPERTS * (32 + 24))
     assert few["routed_tokens_of_one_block"] == 4 * 5 * 8 * (32 + CHOSEN * 24)
     assert few["solver_workspace"] <= 100_000 < whole["solver_workspace"]
@@ -438,8 +426,7 @@ def test_permutation_says_that_it_leaves_experts_alone():
     assert plan.notes == (note,)
     assert f"Note: {note}." in str(plan)
     assert plan.as_dict()["notes"] == [note]
-    options = {"data_loader": plenty(), "permute": True, "progress": False}
-    sparse = mts.sparsify(MODELS["deepseek_v3"](), "wanda", **options)
+    sparse = mts.sparsify(MODELS["deepseek_v3"](), "wanda", data_loader=plenty(), permute=True, progress=False)
     assert note in mts.report(sparse).notes
     recipes = {layer.parameter: layer.recipe for layer in mts.report(sparse).layers}
     assert {recipes[key] for key in fused(sparse)} == {"wanda"}
@@ -449,8 +436,8 @@ def test_permutation_says_that_it_leaves_experts_alone():
 
 def test_masks_of_the_users_own_a_few_experts_at_a_time():
     model = MODELS["gpt_oss"]()
-    masks = {name: stored_as_matrices(model, name) for name in fused(model)}
-    masks = {name: mts.NM(2, 4).mask(torch.rand_like(matrix)).mT.contiguous() for name, matrix in masks.items()}
+    ranks = {name: torch.rand_like(stored_as_matrices(model, name)) for name in fused(model)}
+    masks = {name: mts.NM(2, 4).mask(rank).mT.contiguous() for name, rank in ranks.items()}
     dense = copy.deepcopy(model)
     mts.sparsify(model, masks=masks, polish=5, memory_limit=100_000, data_loader=plenty(), progress=False)
     for name, mask in masks.items():
@@ -503,16 +490,15 @@ def test_every_experts_implementation_gives_the_same_model(name, implementation)
     other = mts.sparsify(MODELS[name](), "sparsegpt", data_loader=plenty(), progress=False)
     for key, weight in other.named_parameters():
         assert float(((weight == 0) == (model.get_parameter(key) == 0)).double().mean()) > 0.999, key
-    plain = mts.export(copy.deepcopy(model))
-    assert torch.equal(model(**plenty()[0]).logits, plain(**plenty()[0]).logits)
+    assert torch.equal(model(**plenty()[0]).logits, mts.export(copy.deepcopy(model))(**plenty()[0]).logits)
 
 
 def test_an_interrupted_run_leaves_no_hook_behind():
     """On routers as well, which tell JetMoe's tokens apart."""
 
     def loop(model):
-        model(**texts("left")[0])
-        model(**texts("left")[1])
+        for batch in texts("left")[:2]:
+            model(**batch)
         raise KeyboardInterrupt
 
     model = MODELS["jetmoe"]()
@@ -528,5 +514,4 @@ def test_experts_that_accelerate_offloads(name):
     accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
     mts.sparsify(model, "sparsegpt", data_loader=plenty(), progress=False)
     assert torch.equal(model(**plenty()[0]).logits, expected(**plenty()[0]).logits)
-    found = mts.report(model).layers
-    assert [layer.error for layer in found] == [layer.error for layer in mts.report(expected).layers]
+    assert [x.error for x in mts.report(model).layers] == [x.error for x in mts.report(expected).layers]

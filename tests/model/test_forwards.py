@@ -1,7 +1,6 @@
 """A layer is what it computes: classes with forwards of their own, compared with those that they inherit from."""
 
 import copy
-import functools
 import types
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +14,7 @@ from transformers import BitConfig, BitForImageClassification
 from transformers.pytorch_utils import Conv1D
 
 import modelopt_sparse as mts
-from tests.helpers import tiny_llama, token_batches
+from tests.helpers import assert_same_state, state_of, tiny_llama, token_batches
 
 # classes that do something else with the weight -----------------------------------------------------------------------
 
@@ -130,17 +129,8 @@ class Rounded(nn.Linear):
         return F.linear(self.quantized(x), self.quantized(self.weight), self.bias)
 
 
-class Super(nn.Conv2d):
-    def forward(self, input: Tensor, scale: float = 1.0) -> Tensor:
-        return super().forward(input) * scale
-
-
-class Patches(Conv2dSame):
-    """Strides as long as the kernel: nothing is padded where they fit."""
-
-
-class Marked(nn.Linear):
-    pass
+Super = own(nn.Conv2d, lambda self, input, scale=1.0: nn.Conv2d.forward(self, input) * scale)
+Marked: Any = type("Marked", (nn.Linear,), {})
 
 
 SAME = {
@@ -149,7 +139,7 @@ SAME = {
     "8 bits": (Rounded(16, 8), (5, 16)),
     "bfloat16": (Cast(16, 8), (5, 16)),
     "super().forward": (Super(8, 16, 3, padding=1, stride=2), (8, 6, 6)),
-    "SAME that pads nothing": (Patches(8, 16, 2, stride=2), (8, 6, 6)),
+    "SAME that pads nothing": (Conv2dSame(8, 16, 2, stride=2), (8, 6, 6)),  # where strides are as long as the kernel
     "a class without a forward": (Marked(16, 8), (5, 16)),
     "LoRA that adds nothing yet": (WithLora(16, 8, scale=0.0), (5, 16)),
     "bias": (nn.utils.parametrize.register_parametrization(Marked(16, 8), "bias", nn.Tanh()), (5, 16)),
@@ -185,17 +175,21 @@ def skipped(plan_or_report) -> dict[str, str]:
     return {each.name: each.reason for each in plan_or_report.skipped}
 
 
+def names(plan_or_report) -> list[str]:
+    return [each.name for each in plan_or_report.layers]
+
+
 WHY = "its forward does something else with the weight than "
 
 
 @pytest.mark.parametrize(("name", "other"), EVERY)
 def test_a_plan_without_data_leaves_dense_what_does_something_else(name, other):
     net, _ = build(name, other)
-    before = {key: value.clone() for key, value in net.state_dict().items()}
+    before = state_of(net)
     plan = mts.make_plan(net, "magnitude", pattern=0.5)
-    assert [each.name for each in plan.layers] == (["plain"] if other else ["own", "plain"])
+    assert names(plan) == (["plain"] if other else ["own", "plain"])
     assert skipped(plan).get("own", "").startswith(WHY) == other
-    assert all(torch.equal(value, before[key]) for key, value in net.state_dict().items())
+    assert_same_state(net, before)
     assert getattr(net.own, "shapes", ()) == ()
     assert not plan.notes
 
@@ -203,15 +197,14 @@ def test_a_plan_without_data_leaves_dense_what_does_something_else(name, other):
 @pytest.mark.parametrize(("name", "other"), EVERY)
 def test_named_in_full_it_is_an_error(name, other):
     net, _ = build(name, other)
-    options = {"include": ["own"]}, {"rules": {"own": {"pattern": "1:2"}}}
-    masks = {"masks": {f"{each}.weight": net.get_parameter(f"{each}.weight") > 0 for each in ("own", "plain")}}
-    for method, option in (("magnitude", options[0]), ("magnitude", options[1]), (None, masks)):
-        plan = functools.partial(mts.make_plan, net, method, pattern=0.5, **option)
-        if not other:
-            assert "own" in [each.name for each in plan().layers]
-            continue
-        with pytest.raises(ValueError, match=f"layer 'own', which you name: {WHY}.*; leave it out"):
-            plan()
+    masks = {f"{each}.weight": net.get_parameter(f"{each}.weight") > 0 for each in ("own", "plain")}
+    options: list[dict[str, Any]] = [{"include": ["own"]}, {"rules": {"own": {"pattern": "1:2"}}}]
+    for how in (*({"method": "magnitude", **option} for option in options), {"masks": masks}):
+        if other:
+            with pytest.raises(ValueError, match=f"layer 'own', which you name: {WHY}.*; leave it out"):
+                mts.make_plan(net, pattern=0.5, **how)
+        else:
+            assert "own" in names(mts.make_plan(net, pattern=0.5, **how))
 
 
 class Strange(nn.Module):
@@ -245,8 +238,7 @@ def test_the_dense_run_finds_what_made_up_inputs_do_not_show(kind, method, optio
     weight = net.own.weight.detach().clone()
     mts.sparsify(net, method, pattern=0.5, data_loader=data, **option)
     report = mts.report(net)
-    assert [layer.name for layer in report.layers] == ["plain"]
-    assert skipped(report) == {"own": f"{WHY}nn.Linear"}
+    assert (names(report), skipped(report)) == (["plain"], {"own": f"{WHY}nn.Linear"})
     assert torch.equal(net.own.weight, weight)
     assert mts.verify(net).notes == (f"own: {WHY}nn.Linear",)
     with pytest.raises(ValueError, match="'own', which you name"):
@@ -260,12 +252,11 @@ def test_what_is_pruned_with_data_has_the_error_that_it_has(name, other):
     net, data = build(name, other)
     dense = copy.deepcopy(net).eval()
     mts.sparsify(net, "sparsegpt", pattern=0.5, data_loader=data, sequential="none")
-    assert [layer.name for layer in mts.report(net).layers] == (["plain"] if other else ["own", "plain"])
+    assert names(mts.report(net)) == (["plain"] if other else ["own", "plain"])
     if other:
         assert torch.equal(net.own.weight, dense.own.weight)
         return
-    bias = dense.own.bias if name != "bias" else dense.own.bias.detach()
-    bias = bias.view(-1, 1, 1) if isinstance(net.own, nn.Conv2d) else bias
+    bias = dense.own.bias.detach().view(-1, 1, 1) if isinstance(net.own, nn.Conv2d) else dense.own.bias.detach()
     with torch.no_grad():
         before, after = (torch.cat([model.own(x) for x in data]) - bias for model in (dense, net.eval()))
     true = ((after - before).square().sum() / before.square().sum()).item()
@@ -301,24 +292,18 @@ def test_masks_on_it_hold_in_the_stored_weight_with_a_warning(name):
     assert f"Note: own: {verified.notes[0].partition(': ')[2]}." in str(verified)
 
 
-@pytest.fixture
-def bit() -> BitForImageClassification:
-    torch.manual_seed(0)
-    return BitForImageClassification(BitConfig(embedding_size=8, hidden_sizes=[16, 32], depths=[2, 2], num_groups=4))
-
-
-def test_bit_of_transformers(bit, tmp_path):
+def test_bit_of_transformers(tmp_path):
     """All of its convolutions standardize their weights; so does a model without values, and a folder."""
+    bit = BitForImageClassification(BitConfig(embedding_size=8, hidden_sizes=[16, 32], depths=[2, 2], num_groups=4))
     why = f"{WHY}nn.Conv2d"
     with pytest.raises(ValueError, match=f"nothing to prune in this BitForImageClassification: {why}"):
         mts.sparsify(bit, "wanda", pattern="2:4", data_loader=[{"pixel_values": torch.randn(2, 3, 32, 32)}])
-    plan = mts.make_plan(bit, "magnitude", pattern="2:4", include=["classifier.1"])
-    assert [each.name for each in plan.layers] == ["classifier.1"]
+    assert names(mts.make_plan(bit, "magnitude", pattern="2:4", include=["classifier.1"])) == ["classifier.1"]
     with torch.device("meta"):
         empty = BitForImageClassification(bit.config)
-    assert skipped(mts.make_plan(empty, "magnitude", pattern="2:4", include=["*"])) == {
-        each: why for each, module in bit.named_modules() if isinstance(module, nn.Conv2d) and module.in_channels > 3
-    } | {"bit.embedder.convolution": "3 input channels are not a multiple of 4, so 2:4 does not fit"}
+    reasons = {name: why for name, module in bit.named_modules() if isinstance(module, nn.Conv2d)}
+    reasons["bit.embedder.convolution"] = "3 input channels are not a multiple of 4, so 2:4 does not fit"
+    assert skipped(mts.make_plan(empty, "magnitude", pattern="2:4", include=["*"])) == reasons
     mts.sparsify(bit, "magnitude", pattern="2:4", include=["classifier.1"])
     mts.save(bit, tmp_path / "bit")
     (note,) = mts.verify(tmp_path / "bit").notes

@@ -1,5 +1,7 @@
 """Weights as matrices and inputs as rows: ``rows @ matrix(weight).T`` must be what the module itself computes."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -13,8 +15,7 @@ from modelopt_sparse.model.masking import set_mask
 
 def only_layer(module: nn.Module) -> Layer:
     layers, others = find_layers(module)
-    assert len(layers) == 1
-    assert not others
+    assert (len(layers), len(others)) == (1, 0)
     return layers[0]
 
 
@@ -73,10 +74,7 @@ CONVOLUTIONS = {
     "2d depthwise": (nn.Conv2d(4, 8, 3, groups=4, padding=1), (7, 6)),
     "2d without bias": (nn.Conv2d(4, 6, 3, bias=False), (7, 6)),
     "3d": (nn.Conv3d(4, 6, (2, 3, 2)), (4, 5, 6)),
-    "3d of everything": (
-        nn.Conv3d(4, 6, (2, 3, 2), stride=(1, 2, 1), padding=(1, 0, 2), dilation=(1, 2, 1), groups=2),
-        (4, 7, 6),
-    ),
+    "3d of everything": (nn.Conv3d(4, 6, (2, 3, 2), (1, 2, 1), (1, 0, 2), dilation=(1, 2, 1), groups=2), (4, 7, 6)),
 }
 every_convolution = pytest.mark.parametrize("name", CONVOLUTIONS)
 
@@ -118,15 +116,9 @@ def test_long_inputs_come_in_chunks_that_are_the_same_rows():
 
 def test_convolutions_that_read_their_input_differently_share_no_statistics():
     plain = nn.Conv2d(4, 6, 3)
-    different = [
-        nn.Conv2d(4, 6, 5),
-        nn.Conv2d(4, 6, 3, stride=2),
-        nn.Conv2d(4, 6, 3, dilation=2),
-        nn.Conv2d(4, 6, 3, groups=2),
-        nn.Conv2d(4, 6, 3, padding=1),
-        nn.Conv2d(4, 6, 3, padding="same"),
-        nn.Conv2d(4, 6, 3, padding=1, padding_mode="reflect"),
-    ]
+    ways: list[dict[str, Any]] = [{"stride": 2}, {"dilation": 2}, {"groups": 2}, {"padding": 1}, {"padding": "same"}]
+    ways.append({"padding": 1, "padding_mode": "reflect"})
+    different = [nn.Conv2d(4, 6, 5), *(nn.Conv2d(4, 6, 3, **way) for way in ways)]
     signatures = [only_layer(conv).adapter.signature(conv) for conv in [plain, *different]]
     assert len(set(signatures)) == len(signatures)
     assert only_layer(nn.Conv2d(4, 9, 3)).adapter.signature(nn.Conv2d(4, 9, 3)) == signatures[0]
@@ -154,28 +146,17 @@ def test_a_matrix_goes_back_to_exactly_the_weight_it_came_from(module):
 # attention -----------------------------------------------------------------------------------------------------------
 
 
-ATTENTION_CALLS = [
-    ({"batch_first": batch_first, **settings}, kind)
-    for batch_first in (True, False)
-    for settings, kind in [
-        ({}, "self"),
-        ({"bias": False}, "self"),
-        ({}, "cross"),
-        ({}, "three"),
-        ({"kdim": 6, "vdim": 6}, "cross"),
-        ({"kdim": 6, "vdim": 4}, "three"),
-        ({"kdim": 6, "vdim": 4, "bias": False}, "three"),
-    ]
-]
+ATTENTION_CALLS = [({}, "self"), ({"bias": False}, "self"), ({}, "cross"), ({}, "three")]
+ATTENTION_CALLS += [({"kdim": 6, "vdim": 6}, "cross"), ({"kdim": 6, "vdim": 4}, "three")]
+ATTENTION_CALLS += [({"kdim": 6, "vdim": 4, "bias": False}, "three")]
 
 
 @pytest.mark.parametrize(("settings", "kind"), ATTENTION_CALLS)
+@pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("as_keywords", [False, True])
-def test_the_rows_of_attention_weights_are_its_arguments_and_those_of_out_proj_give_its_output(
-    settings, kind, as_keywords
-):
-    """In the order of the tensors as they were given."""
-    module = nn.MultiheadAttention(8, 2, **settings).eval()
+def test_rows_of_attention_are_its_arguments_and_give_its_output(settings, kind, batch_first, as_keywords):
+    """In the order of the tensors as they were given; out_proj's give the output."""
+    module = nn.MultiheadAttention(8, 2, batch_first=batch_first, **settings).eval()
     if module.out_proj.bias is not None:
         nn.init.normal_(module.out_proj.bias)
     q, k, v = (torch.randn(*lead, width) for lead, width in (((2, 5), 8), ((2, 3), module.kdim), ((2, 3), module.vdim)))
@@ -227,18 +208,13 @@ def test_the_rows_of_out_proj_are_seen_whatever_its_own_mask_is_and_hooks_of_the
 
 
 def test_an_attention_whose_forward_is_its_own_stays_dense():
-    class Residual(nn.MultiheadAttention):
-        def forward(self, x):
-            return x + super().forward(x, x, x)[0]
-
-    class Alike(nn.MultiheadAttention):
-        pass
-
-    assert {layer.name for layer in find_layers(nn.Sequential(Alike(8, 2)))[0]} == {"0.in_proj_weight", "0.out_proj"}
-    layers, others = find_layers(nn.Sequential(Residual(8, 2)))
-    assert not layers
-    assert {dense.name for dense in others} == {"0.in_proj_weight", "0.out_proj"}
-    assert all("Residual has a forward of its own" in dense.reason for dense in others)
+    own = {"forward": lambda self, x: x + nn.MultiheadAttention.forward(self, x, x, x)[0]}
+    residual, alike = (type("Attention", (nn.MultiheadAttention,), members)(8, 2) for members in (own, {}))
+    names = {"0.in_proj_weight", "0.out_proj"}
+    assert {layer.name for layer in find_layers(nn.Sequential(alike))[0]} == names
+    layers, others = find_layers(nn.Sequential(residual))
+    assert (layers, {dense.name for dense in others}) == ([], names)
+    assert all("Attention has a forward of its own" in dense.reason for dense in others)
 
 
 # finding -------------------------------------------------------------------------------------------------------------
@@ -286,19 +262,15 @@ def test_every_weight_matrix_is_listed_once_with_its_name_or_with_a_reason():
     }
 
 
-@pytest.mark.parametrize(
-    ("base", "sizes", "shapes"),
-    [
-        (nn.Linear, (6, 4), {"weight": (4, 6)}),
-        (nn.Conv2d, (2, 4, 3), {"weight": (4, 18)}),
-        (Conv1D, (4, 6), {"weight": (4, 6)}),
-    ],
-)
-def test_subclasses_are_layers_of_their_base_type(base, sizes, shapes):
+BASES = [(nn.Linear, (6, 4), (4, 6)), (nn.Conv2d, (2, 4, 3), (4, 18)), (Conv1D, (4, 6), (4, 6))]
+
+
+@pytest.mark.parametrize(("base", "sizes", "shape"), BASES)
+def test_subclasses_are_layers_of_their_base_type(base, sizes, shape):
     """Whatever their forward is."""
     kind = type("Another", (base,), {"forward": lambda self, x: 2 * base.forward(self, x)})
     layers = find_layers(kind(*sizes))[0]
-    assert {layer.name: layer.matrix(layer.parameter).shape for layer in layers} == shapes
+    assert {layer.name: layer.matrix(layer.parameter).shape for layer in layers} == {"weight": shape}
 
 
 def test_linears_that_share_a_weight_are_one_layer_with_twins_and_a_module_under_two_names_has_none():
@@ -306,9 +278,8 @@ def test_linears_that_share_a_weight_are_one_layer_with_twins_and_a_module_under
     third.weight = first.weight
     layers, others = find_layers(nn.ModuleList([first, second, third, second]))
     assert not others
-    assert [(layer.name, layer.owner) for layer in layers] == [("0", first), ("1", second)]
-    assert [layer.tied_modules for layer in layers] == [(third,), ()]
-    assert [layer.hooked_modules for layer in layers] == [(first, third), (second,)]
+    found = [(layer.name, layer.owner, layer.tied_modules, layer.hooked_modules) for layer in layers]
+    assert found == [("0", first, (third,), (first, third)), ("1", second, (), (second,))]
 
 
 @pytest.mark.parametrize("embedding_first", [True, False])
@@ -319,23 +290,20 @@ def test_a_linear_tied_to_an_embedding_is_no_layer(embedding_first):
     layers, others = find_layers(model)
     assert not layers
     first, second = ("embed", "head") if embedding_first else ("head", "embed")
-    assert [(item.name, item.shape, item.reason) for item in others] == [
-        (first, (10, 4), f"tied: also held by {second}")
-    ]
-    assert others[0].names == (first, second)
+    (item,) = others
+    assert (item.name, item.shape, item.reason) == (first, (10, 4), f"tied: also held by {second}")
+    assert item.names == (first, second)
 
 
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [(nn.Linear(4, 4), Conv1D(4, 4)), (nn.Conv1d(4, 4, 3), nn.Conv1d(4, 4, 3, dilation=2))],
-    ids=["transposed", "dilated"],
-)
+UNLIKE = [(nn.Linear(4, 4), Conv1D(4, 4)), (nn.Conv1d(4, 4, 3), nn.Conv1d(4, 4, 3, dilation=2))]
+
+
+@pytest.mark.parametrize(("first", "second"), UNLIKE, ids=["transposed", "dilated"])
 def test_weights_that_layers_do_not_read_alike_are_no_layer(first, second):
     """A matrix for one is the transposed matrix for the other, or meets other inputs."""
     second.weight = first.weight
     layers, others = find_layers(nn.ModuleDict({"first": first, "second": second}))
-    assert not layers
-    assert [item.reason for item in others] == ["tied: also held by second"]
+    assert (layers, [item.reason for item in others]) == ([], ["tied: also held by second"])
 
 
 def test_experts_in_a_list_or_dict_know_their_fellows():

@@ -142,18 +142,14 @@ def test_function_transforms_see_masked_weights_and_masked_gradients():
         torch.testing.assert_close(gradient, dense.weight.grad * mask)
     # the module's own parameters, as captured by a transform over the input
     torch.testing.assert_close(torch.func.vmap(module)(x), dense(x))
-    torch.testing.assert_close(
-        torch.func.hessian(lambda x: module(x).tanh().sum())(x[0]),
-        torch.func.hessian(lambda x: dense(x).tanh().sum())(x[0]),
-    )
+    found, expected = (torch.func.hessian(lambda x, m=m: m(x).tanh().sum())(x[0]) for m in (module, dense))
+    torch.testing.assert_close(found, expected)
 
 
 def test_ensemble_of_stacked_modules_uses_each_members_mask():
-    members = []
-    for seed in (1, 2):
-        member = nn.Linear(4, 4)
+    members = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    for seed, member in enumerate(members):
         mts.set_mask(member, "weight", random_mask(member.weight, seed))
-        members.append(member)
     weights, buffers = torch.func.stack_module_state(members)
     skeleton = copy.deepcopy(members[0]).to("meta")
     x = torch.randn(2, 4)
@@ -166,9 +162,8 @@ def test_replicas_of_data_parallel_enforce_the_mask():
     module, mask = sparse_linear()
     replica = module._replicate_for_data_parallel()
     replica._former_parameters = {}
-    copied = torch.randn(8, 8, requires_grad=True)
+    copied, x = torch.randn(8, 8, requires_grad=True), torch.randn(3, 8)
     replica.weight, replica.bias = copied.clone(), module.bias
-    x = torch.randn(3, 8)
     found = replica(x)
     torch.testing.assert_close(found, F.linear(x, copied * mask, module.bias))
     found.sum().backward()

@@ -14,7 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 import modelopt_sparse as mts
 from modelopt_sparse import training
-from tests.model.sparse_modules import is_plus_zero, random_mask
+from tests.helpers import assert_same_masks
+from tests.model.sparse_modules import is_plus_zero, lost_zeros, random_mask
+from tests.training.cases import applied, masks_of
 
 X = torch.randn(6, 8, generator=torch.Generator().manual_seed(1))
 
@@ -34,9 +36,7 @@ READS = {
     "F.linear": lambda self, x: F.linear(F.linear(x, self.experts[0].weight).tanh(), self.experts[1].weight),
     "matmul": lambda self, x: (x @ self.experts[0].weight.T).tanh() @ self.experts[1].weight.T,
     "stacked": lambda self, x: torch.einsum("tc,erc->tr", x, torch.stack([e.weight for e in self.experts])).tanh(),
-    "called and read": lambda self, x: F.linear(
-        self.experts[0](x).tanh(), self.experts[1].weight + self.experts[0].weight
-    ),
+    "called and read": lambda m, x: F.linear(m.experts[0](x).tanh(), m.experts[1].weight + m.experts[0].weight),
     "called": lambda self, x: self.experts[1](self.experts[0](x).tanh()),
 }
 OPTIMIZERS = {
@@ -49,8 +49,7 @@ OPTIMIZERS = {
 def sparse(read: str) -> Parent:
     torch.manual_seed(0)
     model = Parent(READS[read])
-    for index in range(2):
-        name = f"experts.{index}.weight"
+    for index, name in enumerate(["experts.0.weight", "experts.1.weight"]):
         mts.set_mask(model, name, random_mask(model.get_parameter(name), seed=index))
     return model
 
@@ -84,7 +83,7 @@ def test_training_is_that_of_a_dense_model_whose_gradients_are_cut(read: str, na
     dense, masks = mts.export(copy.deepcopy(model)), dict(mts.named_masks(model))
     found = trained(model, WAYS[way](model), OPTIMIZERS[name], {})
     torch.testing.assert_close(found, trained(dense, dense, OPTIMIZERS[name], masks))
-    assert all(is_plus_zero(dict(model.named_parameters())[name][~mask]) for name, mask in masks.items())
+    assert not lost_zeros(model)
 
 
 @pytest.mark.parametrize("gradients", [False, True])
@@ -93,9 +92,8 @@ def test_training_is_that_of_a_dense_model_whose_gradients_are_cut(read: str, na
 def test_what_was_written_is_gone_for_the_next_reader(read: str, copied: Callable, gradients: bool):
     model = copied(sparse(read))
     expected = model(X).detach()
-    for name, parameter in model.named_parameters():
-        if name.endswith("weight"):
-            parameter.data[~dict(mts.named_masks(model))[name]] = 3.0
+    for name, mask in mts.named_masks(model):
+        model.get_parameter(name).data[~mask] = 3.0
     with torch.set_grad_enabled(gradients), pytest.warns(UserWarning, match="values, up to 3, were written"):
         assert torch.equal(model(X), expected)
     model(X).sum().backward()
@@ -193,7 +191,7 @@ def test_lora_on_attention_wraps_trains_and_merges_to_the_mask():
     torch.manual_seed(0)
     model = nn.Sequential(nn.TransformerEncoderLayer(32, 4, 32, dropout=0.0, batch_first=True))
     mts.sparsify(model, "magnitude", pattern="2:4", include=["0.self_attn.*"])
-    masks, x = dict(mts.named_masks(model)), torch.randn(2, 3, 32)
+    masks, x = masks_of(model), torch.randn(2, 3, 32)
     before = model(x)
     lora = get_peft_model(model, LoraConfig(r=2, target_modules=["self_attn"]))
     torch.testing.assert_close(lora(x), before)
@@ -203,9 +201,8 @@ def test_lora_on_attention_wraps_trains_and_merges_to_the_mask():
         optimizer.step()
     merged = lora.merge_and_unload()
     assert len(warnings_of(lambda: merged(x))) == 2
-    assert masks.keys() == dict(mts.named_masks(merged)).keys()
-    for name, mask in masks.items():
-        assert is_plus_zero(merged.get_parameter(name)[~mask])
+    assert_same_masks(merged, masks)
+    assert not lost_zeros(merged)
     mts.verify(merged, "2:4")
 
 
@@ -217,14 +214,12 @@ def test_lora_on_attention_wraps_trains_and_merges_to_the_mask():
 def test_sparse_gradients_of_embeddings_are_cut(kind: type, door: str):
     torch.manual_seed(0)
     model = nn.Sequential(kind(20, 8, sparse=True))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if door == "set_mask":
         mts.set_mask(model, "0.weight", torch.rand(20, 8) > 0.5)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     else:
-        level = {"type": "cubic", "init": 0.5, "final": 0.8, "start": 0, "stop": 9} if door == "GMP" else 0.5
-        algorithm = getattr(training, door)(level, include=["0.weight"])
-        algorithm.apply(model)
-        algorithm.apply(optimizer)
+        level = training.Cubic(0.5, 0.8, 0, 9) if door == "GMP" else 0.5
+        optimizer = applied(getattr(training, door)(level, include=["0.weight"]), model)
     mask = model[0].weight_mask.clone()
     dense = copy.deepcopy(model[0].weight.detach())
     model(torch.tensor([[1, 2, 2], [3, 4, 1]])).sum().backward()

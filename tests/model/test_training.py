@@ -23,7 +23,7 @@ from transformers.pytorch_utils import Conv1D as HFConv1D
 
 import modelopt_sparse as mts
 from tests.helpers import plain_from_pretrained, tiny_llama, token_batches
-from tests.model.sparse_modules import lost_zeros, random_mask, written_on_purpose
+from tests.model.sparse_modules import drift, lost_zeros, random_mask, written_on_purpose
 
 # the names that transformers 5.0 has as well; and peft 0.21 asks transformers 5.23 by an old name
 OLD_NAMES = ("ignore:.gradient_checkpointing:FutureWarning", "ignore:.is_gradient_checkpointing:FutureWarning")
@@ -48,17 +48,20 @@ class EveryLayer(nn.Module):
         return self.body(self.hidden(x).tanh())
 
 
-MASKED = tuple(
-    f"{name}weight" for name in ("conv.", "attention.in_proj_", "attention.out_proj.", "hidden.", "body.0.", "body.2.")
-)
+MASKED = ("conv.weight", "attention.in_proj_weight", "attention.out_proj.weight")
+MASKED += ("hidden.weight", "body.0.weight", "body.2.weight")
 
 
 def sparse_model(names: Iterable[str] = MASKED) -> EveryLayer:
     torch.manual_seed(0)
     model = EveryLayer()
+    set_masks(model, names)
+    return model
+
+
+def set_masks(model: nn.Module, names: Iterable[str] = MASKED) -> None:
     for seed, name in enumerate(names):
         mts.set_mask(model, name, random_mask(model.get_parameter(name), seed))
-    return model
 
 
 def regression(batch: int = 16, seed: int = 1) -> tuple[Tensor, Tensor]:
@@ -78,12 +81,8 @@ def unchanged(model: nn.Module, before: dict[str, Tensor]) -> list[str]:
     (A hidden unit whose outgoing weights are all pruned learns nothing.)
     """
     masks = dict(mts.named_masks(model))
-    found = []
-    for name, parameter in model.named_parameters():
-        same = (parameter.detach() == before[name])[masks.get(name, ...)]
-        if parameter.requires_grad and same.float().mean() >= 0.2:
-            found.append(name)
-    return found
+    same = {name: (now == before[name])[masks.get(name, ...)] for name, now in values(model).items()}
+    return [name for name, p in model.named_parameters() if p.requires_grad and same[name].float().mean() >= 0.2]
 
 
 def least_moved(model: nn.Module, before: dict[str, Tensor]) -> float:
@@ -190,8 +189,8 @@ def test_bfloat16_weights_train(name: str):
 
 
 def test_frozen_weights_stay_bit_for_bit_and_masked_while_the_rest_learns():
-    model = sparse_model()
-    for name in ("body.0.weight", "attention.in_proj_weight"):
+    model, frozen = sparse_model(), ("body.0.weight", "attention.in_proj_weight")
+    for name in frozen:
         model.get_parameter(name).requires_grad_(False)
     before = values(model)
     model.get_parameter("body.0.weight").data[~dict(mts.named_masks(model))["body.0.weight"]] = 5.0
@@ -199,7 +198,7 @@ def test_frozen_weights_stay_bit_for_bit_and_masked_while_the_rest_learns():
         drifted = float(mean_square(model, *regression()))
     losses = assert_learns(model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01))
     assert losses[0] == pytest.approx(drifted)
-    for name in ("body.0.weight", "attention.in_proj_weight"):
+    for name in frozen:
         assert torch.equal(model.get_parameter(name), before[name])
         assert model.get_parameter(name).grad is None
 
@@ -213,10 +212,6 @@ def one_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
 
 
-def matrices(model: nn.Module) -> list[nn.Parameter]:
-    return [parameter for parameter in model.parameters() if parameter.dim() == 2]
-
-
 def state_at_pruned_places(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[tuple[str, str], Tensor]:
     return {
         (name, key): value[~mask]
@@ -227,15 +222,15 @@ def state_at_pruned_places(model: nn.Module, optimizer: torch.optim.Optimizer) -
 
 
 def test_muon_loses_zeros_by_itself_and_keeps_them_when_attached():
-    model = sparse_model()
-    one_step(model, torch.optim.Muon(matrices(model), lr=0.02))
-    assert set(lost_zeros(model)) == set(MASKED) - {"conv.weight"}
-
-    model = sparse_model()
-    optimizer = torch.optim.Muon(matrices(model), lr=0.05)
+    for attached in (False, True):
+        model = sparse_model()
+        for parameter in model.parameters():
+            parameter.requires_grad_(parameter.dim() == 2)
+        optimizer = torch.optim.Muon([p for p in model.parameters() if p.requires_grad], lr=0.05)
+        if not attached:
+            one_step(model, optimizer)
+            assert set(lost_zeros(model)) == set(MASKED) - {"conv.weight"}
     mts.attach_optimizer(optimizer, model)
-    for parameter in model.parameters():
-        parameter.requires_grad_(parameter.dim() == 2)
     assert_learns(model, optimizer)
     pruned = state_at_pruned_places(model, optimizer)
     assert pruned
@@ -249,8 +244,7 @@ def test_a_mask_under_existing_momentum_needs_and_gets_attach_optimizer(name: st
     optimizer = OPTIMIZERS[name](model.parameters())
     for _ in range(3):
         one_step(model, optimizer)
-    for seed, masked in enumerate(MASKED):
-        mts.set_mask(model, masked, random_mask(model.get_parameter(masked), seed))
+    set_masks(model)
     assert all(value.any() for value in state_at_pruned_places(model, optimizer).values())
     if not attached:
         one_step(model, optimizer)
@@ -272,14 +266,13 @@ def test_attach_optimizer_repairs_weights_at_once_and_leaves_kept_and_coded_stat
     states = {name: optimizer.state[model.get_parameter(name)] for name in MASKED}
     for name, state in states.items():
         state["codes"] = torch.full(model.get_parameter(name).shape, 127, dtype=torch.uint8)
-    before = {(name, key): states[name][key].clone() for name in MASKED for key in ("exp_avg", "exp_avg_sq")}
-    for name, mask in mts.named_masks(model):
-        model.get_parameter(name).data[~mask] = 3.0
+    before = copy.deepcopy(states)
+    drift(model)
     mts.attach_optimizer(optimizer, model)
     assert not lost_zeros(model)
-    masks = dict(mts.named_masks(model))
-    for (name, key), value in before.items():
-        assert torch.equal(states[name][key][masks[name]], value[masks[name]])
+    for name, mask in mts.named_masks(model):
+        for key in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(states[name][key][mask], before[name][key][mask])
     assert all((state["codes"] == 127).all() for state in states.values())
 
 
@@ -297,8 +290,7 @@ def test_removing_the_handle_ends_the_attachment():
 
 
 def test_attach_optimizer_refuses_an_optimizer_of_another_model():
-    model, other = sparse_model(), sparse_model()
-    optimizer = torch.optim.AdamW(other.parameters())
+    model, optimizer = sparse_model(), torch.optim.AdamW(sparse_model().parameters())
     with pytest.raises(ValueError, match=r"this AdamW holds no parameter of the model: build it after"):
         mts.attach_optimizer(optimizer, model)
     assert not optimizer._optimizer_step_post_hooks
@@ -334,6 +326,10 @@ def trainer(model: nn.Module, folder: Path, **changes) -> Trainer:
     return Trainer(model, arguments, train_dataset=token_rows())
 
 
+def losses_of(trained: Trainer) -> list[float]:
+    return [entry["loss"] for entry in trained.state.log_history if "loss" in entry]
+
+
 def mask_keys(folder: Path) -> list[str]:
     return [key for file in folder.glob("*.safetensors") for key in load_file(file) if "mask" in key]
 
@@ -346,7 +342,7 @@ def test_trainer_keeps_zeros_learns_and_resumes_where_it_stopped(tmp_path: Path,
     whole.train()
     assert not lost_zeros(model)
     assert len(list(mts.named_masks(model))) == 14
-    losses = [entry["loss"] for entry in whole.state.log_history if "loss" in entry]
+    losses = losses_of(whole)
     assert len(losses) == 8
     assert losses[-1] < 0.9 * losses[0]
     assert least_moved(model, before) > 0.5
@@ -359,8 +355,7 @@ def test_trainer_keeps_zeros_learns_and_resumes_where_it_stopped(tmp_path: Path,
     resumed = trainer(restored, tmp_path / "resumed")
     resumed.train(resume_from_checkpoint=str(halfway))
     assert not lost_zeros(restored)
-    again = [entry["loss"] for entry in resumed.state.log_history if "loss" in entry]
-    assert again == pytest.approx(losses, rel=1e-6)
+    assert losses_of(resumed) == pytest.approx(losses, rel=1e-6)
     torch.testing.assert_close(values(restored), values(model), rtol=1e-6, atol=1e-7)
 
 
@@ -373,8 +368,7 @@ def test_save_pretrained_writes_zeros_and_no_masks(change: str, shard: str, tmp_
     """Masks are kept out as long as they are there."""
     ignored = tiny_llama()._keys_to_ignore_on_save
     model = CHANGES[change](sparse_llama())
-    for name, mask in mts.named_masks(model):
-        model.get_parameter(name).data[~mask] = 9.0
+    drift(model)
     (tokens,) = token_batches(1)
     for part, folder in ((model, tmp_path / "whole"), (model.model, tmp_path / "inner")):
         part.save_pretrained(folder, max_shard_size=shard)
@@ -407,7 +401,7 @@ def trained_adapters() -> tuple[nn.Module, LlamaForCausalLM]:
     untouched = copy.deepcopy(base)
     model = with_adapters(base).train()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=2e-2)
-    losses = train(model, optimizer, 10, language_loss, (token_batches(1)[0],))
+    losses = train(model, optimizer, 10, language_loss, tuple(token_batches(1)))
     assert losses[-1] < 0.9 * losses[0]
     return model.eval(), untouched
 
@@ -437,9 +431,10 @@ def test_the_report_of_a_model_with_adapters_is_that_of_its_base(enforce: bool, 
 
 def test_a_model_that_had_adapters_before_has_the_report_of_its_masks():
     model = mts.sparsify(with_adapters(tiny_llama()), "magnitude")
-    assert len(dict(mts.named_masks(model))) == len(mts.report(model).layers) == 14
-    assert mts.report(model).sparsity == 0.5
-    assert not any(layer.notes for layer in mts.report(model).layers)
+    report = mts.report(model)
+    assert len(dict(mts.named_masks(model))) == len(report.layers) == 14
+    assert report.sparsity == 0.5
+    assert not any(layer.notes for layer in report.layers)
 
 
 def merged_by_hand(model: nn.Module) -> dict[str, Tensor]:
@@ -454,11 +449,6 @@ def merged_by_hand(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def through_save_pretrained(model: LlamaForCausalLM, folder: Path) -> nn.Module:
-    model.save_pretrained(folder)
-    return plain_from_pretrained(folder)
-
-
 def plain_with(base: nn.Module, changed: dict[str, Tensor]) -> LlamaForCausalLM:
     plain = tiny_llama()
     plain.load_state_dict({**base.state_dict(), **changed}, strict=False)
@@ -469,7 +459,7 @@ READINGS: dict[str, Callable[[LlamaForCausalLM, Path], nn.Module]] = {
     "state_dict": lambda model, folder: (model.state_dict(), model)[1],
     "a forward": lambda model, folder: (language_loss(model, token_batches(1)[0]), model)[1],
     "export": lambda model, folder: mts.export(model),
-    "save_pretrained": through_save_pretrained,
+    "save_pretrained": lambda model, folder: plain_from_pretrained(model.save_pretrained(folder) or folder),
     "save": lambda model, folder: mts.load(mts.save(model, folder) or folder),
 }
 
@@ -483,8 +473,7 @@ def test_merged_adapters_are_masked_in_everything_that_is_read_from_the_model(re
     with pytest.raises(ValueError, match=r"6 of 14 layers do not hold their pattern: model\.layers\.0\.self_attn\.q_p"):
         mts.verify(merged, "2:4")  # which looks at the weights themselves
 
-    plain = plain_with(untouched, expected)
-    tokens = token_batches(1)[0]
+    plain, (tokens,) = plain_with(untouched, expected), token_batches(1)
     with torch.no_grad():
         torch.testing.assert_close(merged(tokens).logits, plain(tokens).logits)  # whatever lies under the masks
     read = READINGS[reading](merged, tmp_path / "folder")
@@ -497,11 +486,9 @@ def test_merged_adapters_are_masked_in_everything_that_is_read_from_the_model(re
 
 
 def test_adapters_can_be_merged_and_unmerged_in_place():
-    model, untouched = trained_adapters()
-    (tokens,) = token_batches(1)
-    expected = merged_by_hand(model)
+    (model, untouched), (tokens,) = trained_adapters(), token_batches(1)
+    plain = plain_with(untouched, merged_by_hand(model))
     model.merge_adapter()
-    plain = plain_with(untouched, expected)
     with torch.no_grad():
         torch.testing.assert_close(model(tokens).logits, plain(tokens).logits)
     model.unmerge_adapter()

@@ -49,9 +49,8 @@ def tables(page: Path) -> dict[str, dict[str, list[Any]]]:
 def as_text(page: Path) -> str:
     """All that a page shows: its texts, what is drawn, and the rows of its tables."""
     data = json.loads(unpacked(page, "data"))
-    plain = re.sub(
-        r"<(style|script)\b.*?</\1>|<(?!/?(tr|p|li|h1|h2|dt|summary)\b)[^>]+>", " ", visible(page), flags=re.S
-    )
+    hidden = r"<(style|script)\b.*?</\1>|<(?!/?(tr|p|li|h1|h2|dt|summary)\b)[^>]+>"
+    plain = re.sub(hidden, " ", visible(page), flags=re.S)
     lines = [" ".join(html.unescape(line).split()) for line in re.split(r"<[^>]+>", plain)]
     for figure in data["figures"]:
         lines += [f"\nfigure {figure['key']}: {figure['choices']}", f"layout {figure['layout']}"]
@@ -112,13 +111,8 @@ def full_report() -> Report:
     plans = {"the choice by losses": [0.5, 0.25], "one level": [0.75, 0.125], "the last dense": [1.0, None]}
     curve = {"unit": "zeros", "points": [[40, 0.25, 0.5, 0.1], [50, 0.5, None, None]]}
     zeros = {"h.0.fc": 0.5, "h.1.fc": 0.25, "h.1.out": 0.0}
-    report.settings["budget"] = {
-        "asked": "40% zeros",
-        "taken": "one level",
-        "tried": plans,
-        "curve": curve,
-        "zeros": zeros,
-    }
+    chosen = {"asked": "40% zeros", "taken": "one level", "tried": plans}
+    report.settings["budget"] = chosen | {"curve": curve, "zeros": zeros}
     report.calibration, report.versions = {"calls": 4, "source": "text.txt"}, {"torch": "2.13.0"}
     report.distillation = Distilled(0.25, 0.125, 2, 30.0, ["a longer one would help"])
     report.seconds = {"dense run": 1.0, "blocks": 20.0, "permutation": 2.0, "distillation": 30.0}

@@ -31,9 +31,9 @@ class Browser:
     def __init__(self, folder: Path) -> None:
         options = webdriver.ChromeOptions()
         options.binary_location = str(CHROMIUM)
-        for switch in ("headless=new", "no-sandbox", "disable-gpu", "disable-quic", "no-first-run", "disable-sync"):
-            options.add_argument(f"--{switch}")
-        for switch in ("disable-background-networking", "disable-component-update", f"user-data-dir={folder}"):
+        switches = "headless=new no-sandbox disable-gpu disable-quic no-first-run disable-sync"
+        switches += " disable-background-networking disable-component-update"
+        for switch in (*switches.split(), f"user-data-dir={folder}"):
             options.add_argument(f"--{switch}")
         options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
         self.driver = webdriver.Chrome(options=options, service=Service(str(DRIVER)))
@@ -73,8 +73,7 @@ def test_every_plot_is_drawn_and_nothing_is_wider_than_the_screen(browser, page,
     assert all(drawn)
     assert browser.run("return document.documentElement.scrollWidth") <= width
     ink = browser.run("return getComputedStyle(document.body).color")
-    plots = browser.run("return getComputedStyle(document.querySelector('.xtick text')).fill")
-    assert ink == plots
+    assert browser.run("return getComputedStyle(document.querySelector('.xtick text')).fill") == ink
     assert browser.run("return performance.getEntriesByType('resource').map((entry) => entry.name)") == []
 
 
@@ -98,21 +97,19 @@ def test_the_fewer_decades_a_logarithmic_scale_has_the_more_ticks(browser, tmp_p
 def test_a_choice_and_a_legend_change_what_is_drawn(browser, page):
     browser.open(page)
     lines = "return document.querySelectorAll('#figure-errors .scatterlayer .trace').length"
+    drawn = "return document.querySelector('#figure-errors .js-line').getAttribute('d')"
+    select = "const select = document.querySelector('#figure-errors select'); "
     assert browser.run(lines) == 7
-    before = browser.run("return document.querySelector('#figure-errors .js-line').getAttribute('d')")
-    browser.run(
-        "const select = document.querySelector('#figure-errors select');"
-        "select.value = 'after sparsegpt'; select.dispatchEvent(new Event('change'))"
-    )
+    before = browser.run(drawn)
+    browser.run(select + "select.value = 'after sparsegpt'; select.dispatchEvent(new Event('change'))")
     assert browser.run(lines) == 7
-    assert browser.run("return document.querySelector('#figure-errors .js-line').getAttribute('d')") != before
+    assert browser.run(drawn) != before
     browser.run("document.querySelector('#figure-errors .legend button').click()")
     assert browser.run(lines) == 6
 
 
 def test_two_runs(browser, page, tmp_path):
-    first = large_report(60)
-    browser.open(first.to_html(tmp_path / "both.html", compare=large_report(30)))
+    browser.open(large_report(60).to_html(tmp_path / "both.html", compare=large_report(30)))
     assert browser.run("return document.querySelectorAll('.plot .trace').length") > 0
 
 

@@ -2,19 +2,15 @@
 
 import json
 import math
+from statistics import mean
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import transformers as hf
 from torch import Tensor, nn
-from transformers import (
-    BartForConditionalGeneration,
-    BertConfig,
-    BertForMaskedLM,
-    BertForSequenceClassification,
-    LlamaForCausalLM,
-)
+from transformers import BartForConditionalGeneration, BertConfig, BertForMaskedLM, LlamaForCausalLM
 
 import modelopt_sparse as mts
 from modelopt_sparse.reports.report import Report
@@ -54,20 +50,14 @@ def evaluated(model: nn.Module, tokens: Tensor, reference: nn.Module | None = No
 @torch.no_grad()
 def naive(model: nn.Module, reference: nn.Module, tokens: Tensor, seq_len: int) -> tuple[float, float, float]:
     """(perplexity, the reference's, KL(reference || model)), one window and one prediction at a time, in float64."""
-    losses: list[float] = []
-    reference_losses: list[float] = []
-    divergences: list[float] = []
+    rows: list[tuple[float, float, float]] = []  # two losses and a divergence
     for start in range(0, len(tokens) - seq_len + 1, seq_len):
         window = tokens[start : start + seq_len]
-        p = model(window[None]).logits[0].double().softmax(-1)
-        q = reference(window[None]).logits[0].double().softmax(-1)
-        for position in range(seq_len - 1):
-            target = window[position + 1]
-            losses.append(-math.log(p[position, target]))
-            reference_losses.append(-math.log(q[position, target]))
-            divergences.append(float((q[position] * (q[position] / p[position]).log()).sum()))
-    count = len(losses)
-    return math.exp(sum(losses) / count), math.exp(sum(reference_losses) / count), sum(divergences) / count
+        p, q = (each(window[None]).logits[0].double().softmax(-1) for each in (model, reference))
+        for now, then, target in zip(p, q, window[1:]):
+            rows.append((-math.log(now[target]), -math.log(then[target]), float((then * (then / now).log()).sum())))
+    losses, reference_losses, divergences = zip(*rows)
+    return math.exp(mean(losses)), math.exp(mean(reference_losses)), mean(divergences)
 
 
 @pytest.mark.parametrize(("seq_len", "windows"), [(8, 5), (9, 5), (45, 1), (2, 22), (44, 1)])
@@ -76,10 +66,9 @@ def test_agrees_with_a_naive_loop(seq_len, windows):
     perplexity, reference_perplexity, kl = naive(model, reference, tokens, seq_len)
     for size in (1, 2, 8):
         found = evaluated(model, tokens, reference, seq_len=seq_len, batch_size=size)
-        assert (found.windows, found.seq_len) == (windows, seq_len)
-        assert found.perplexity == pytest.approx(perplexity, rel=1e-4)
-        assert found.reference_perplexity == pytest.approx(reference_perplexity, rel=1e-4)
-        assert found.kl == pytest.approx(kl, rel=1e-3)
+        assert (found.windows, found.seq_len, found.kl) == (windows, seq_len, pytest.approx(kl, rel=1e-3))
+        perplexities = found.perplexity, found.reference_perplexity
+        assert perplexities == pytest.approx((perplexity, reference_perplexity), rel=1e-4)
         assert abs(found.perplexity / reference_perplexity - 1) > 0.01  # the two are told apart
 
 
@@ -88,9 +77,8 @@ def test_divergence_goes_from_the_reference_to_the_model():
     sure, unsure = Fixed([math.log(0.9), math.log(0.1)]), Fixed([0.0, 0.0])
     expected = 0.9 * math.log(0.9 / 0.5) + 0.1 * math.log(0.1 / 0.5)
     found = evaluated(unsure, torch.tensor([0, 1, 1, 0]), sure, seq_len=2)
-    assert found.kl == pytest.approx(expected, rel=1e-6)
-    assert found.perplexity == pytest.approx(2, rel=1e-6)
-    assert found.reference_perplexity == pytest.approx(math.sqrt(1 / 0.9 / 0.1), rel=1e-6)  # predicts 1, then 0
+    by_hand = (expected, 2, math.sqrt(1 / 0.9 / 0.1))  # predicts 1, then 0
+    assert (found.kl, found.perplexity, found.reference_perplexity) == pytest.approx(by_hand, rel=1e-6)
 
 
 def test_half_precision_logits_are_compared_in_float32():
@@ -106,9 +94,7 @@ def test_modes_are_restored_and_dropout_is_off():
         model.model.layers[1].eval()
     before = [[module.training for module in model.modules()] for model in models]
     first, second = (evaluated(models[0], text(), models[1]) for _ in range(2))
-    assert first == second
-    assert first.kl == 0.0
-    assert first.perplexity == first.reference_perplexity
+    assert (first, first.kl, first.perplexity) == (second, 0.0, first.reference_perplexity)
     assert all(parameter.grad is None for model in models for parameter in model.parameters())
     assert [[module.training for module in model.modules()] for model in models] == before
     models[1].forward = None
@@ -140,8 +126,7 @@ def test_arguments_that_cannot_be_evaluated(arguments, message):
 @pytest.mark.parametrize("who", ["model", "reference"])
 def test_logits_that_are_not_finite_are_an_error(who):
     models = {"model": tiny_llama(), "reference": tiny_llama()}
-    with torch.no_grad():
-        models[who].model.norm.weight[3] = float("nan")
+    models[who].model.norm.weight.data[3] = torch.nan
     with pytest.raises(ValueError, match=f"the {who}'s output holds NaN or inf on these data"):
         evaluated(models["model"], text(), models["reference"])
 
@@ -156,35 +141,29 @@ INFINITE = [
 @pytest.mark.parametrize(("offset", "perplexity", "kl"), INFINITE)
 def test_logits_of_minus_infinity_and_collapsed_models(offset, perplexity, kl):
     """Figures may be infinite, and are None in JSON."""
-    dense = Fixed([0.1583, 0.0, -math.inf])
-    found = evaluated(Fixed(offset), torch.tensor([0, 1] * 4), dense, seq_len=4)
+    found = evaluated(Fixed(offset), torch.tensor([0, 1] * 4), Fixed([0.1583, 0.0, -math.inf]), seq_len=4)
     assert found.perplexity == pytest.approx(perplexity, rel=1e-6)
     expected = sum(p * math.log(p / 0.5) for p in (torch.tensor([0.1583, 0.0]).softmax(-1).tolist()))
     assert found.kl == pytest.approx(expected if kl == 0.0125 else kl, abs=500 if kl == 1000 else 1e-6)
-    written = json.dumps(found.as_dict(), allow_nan=False)
-    assert mts.Evaluation.from_dict(json.loads(written)) == found
+    assert mts.Evaluation.from_dict(json.loads(json.dumps(found.as_dict(), allow_nan=False))) == found
     report = Report.begin((), (), {})
     report.evaluation = found
     assert "Infinity" not in report.to_json()
 
 
-def test_what_is_left_out_of_batches_is_told():
+def test_what_is_left_out_of_batches_is_told_and_tokens_may_be_bytes():
     """A mask that stands beside the tokens is no argument of the call."""
     batch = text().view(5, 9), torch.ones(5, 9, dtype=torch.long)
     with pytest.warns(UserWarning, match="called with the first entry of each batch alone"):
         mts.evaluate(tiny_llama(), [batch], reference=other_llama(), progress=False)
-
-
-def test_tokens_as_bytes():
     assert evaluated(tiny_llama(), text()) == evaluated(tiny_llama(), text().to(torch.uint8))
 
 
 def test_what_is_printed_has_the_reference_beside_it():
     found = mts.Evaluation(12.3456, 7.0, 0.5, 3, 9)
     assert str(found) == "perplexity 12.346 (reference 7.000, KL from it 0.5000 nats per token), 3 windows of 9 tokens"
-    alone = mts.Evaluation(12.3456, None, None, 1, 9)
-    dense = "(of the dense model: not known, give it as reference)"
-    assert str(alone) == f"perplexity 12.346 {dense}, 1 window of 9 tokens"
+    alone = "perplexity 12.346 (of the dense model: not known, give it as reference), 1 window of 9 tokens"
+    assert str(mts.Evaluation(12.3456, None, None, 1, 9)) == alone
     figures = {"perplexity": 12.3456, "reference_perplexity": 7.0, "kl": 0.5}
     assert found.as_dict() == {**figures, "windows": 3, "seq_len": 9}
 
@@ -194,10 +173,10 @@ def test_the_bar(capsys, progress, shown):
     """By default there is one only if standard error is a terminal."""
     mts.evaluate(tiny_llama(), text(), seq_len=9, progress=progress)
     caught = capsys.readouterr()
-    assert caught.out == ""
-    assert ("evaluate" in caught.err) == shown
+    assert (caught.out, "evaluate" in caught.err) == ("", shown)
 
 
+BERT = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
 NO_TOKENS = [
     ([1, 2, 3], TypeError, "a calibration batch is a int"),
     ("text", TypeError, "a calibration batch is a str"),
@@ -207,8 +186,7 @@ NO_TOKENS = [
 
 @pytest.mark.parametrize(("tokens", "error", "message"), NO_TOKENS)
 def test_what_is_no_language_model_or_no_tokens(tokens, error, message):
-    size = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    model = BertForSequenceClassification(BertConfig(vocab_size=50, **size))
+    model = hf.BertForSequenceClassification(BertConfig(vocab_size=50, **BERT))
     with pytest.raises(error, match=message):
         mts.evaluate(model, tokens, seq_len=8, progress=False)
 
@@ -216,11 +194,9 @@ def test_what_is_no_language_model_or_no_tokens(tokens, error, message):
 @pytest.mark.parametrize("kind", [BertForMaskedLM, BartForConditionalGeneration])
 def test_models_that_see_what_comes_next_have_no_perplexity(kind):
     """Text is batches to them: the divergence is that of all predictions."""
-    sides = {
-        f"{side}_{name}": 2 for side in ("encoder", "decoder") for name in ("layers", "ffn_dim", "attention_heads")
-    }
-    bert = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    sizes: Any = bert if kind is BertForMaskedLM else {"d_model": 16, **sides}
+    parts = ("layers", "ffn_dim", "attention_heads")
+    sides = {f"{side}_{name}": 2 for side in ("encoder", "decoder") for name in parts}
+    sizes: Any = BERT if kind is BertForMaskedLM else {"d_model": 16, **sides}
     model, dense = (kind(kind.config_class(vocab_size=97, **sizes)).eval() for _ in range(2))
     with pytest.raises(ValueError, match="text of causal models aside"):
         evaluated(model, text())

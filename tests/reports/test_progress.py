@@ -45,15 +45,11 @@ def test_where_what_is_shown(monkeypatch, capsys, show, terminal, bar, lines):
         clock.now += 100
         each.update()
     written = capsys.readouterr().err
-    assert ("|" in written) == bar
-    assert ("sparsify: block 1 of 2, 01:40 gone" in written) == lines
+    assert ("|" in written, "sparsify: block 1 of 2, 01:40 gone" in written) == (bar, lines)
 
 
 def test_a_notebook_is_no_terminal_and_has_a_bar(monkeypatch):
-    class Widget(run.tqdm):
-        pass
-
-    Widget.__module__ = "tqdm.notebook"
+    Widget = type("Widget", (run.tqdm,), {"__module__": "tqdm.notebook"})
     shown = []
 
     class InNotebook(Widget):
@@ -62,10 +58,9 @@ def test_a_notebook_is_no_terminal_and_has_a_bar(monkeypatch):
             super().__init__(**{**options, "disable": True})
 
     monkeypatch.setattr(run, "tqdm", InNotebook)
-    with Progress("sparsify", "block", 2):
-        pass
-    with Progress("sparsify", "block", 2, show=False):
-        pass
+    for show in (None, False):
+        with Progress("sparsify", "block", 2, show=show):
+            pass
     assert shown == [True, False]
 
 
@@ -84,12 +79,10 @@ def test_a_run_says_block_error_memory_and_what_was_reused(monkeypatch, capsys, 
     with pytest.raises(KeyboardInterrupt):
         mts.sparsify_checkpoint(tmp_path / "dense", tmp_path / "out", "wanda", **options)
     (first, error, memory, reused), (second, then, _, _) = said
-    assert (first, error, reused) == ("model.layers.0", "", "")
-    assert second == "model.layers.1"
+    assert (first, error, reused, second) == ("model.layers.0", "", "", "model.layers.1")
     assert then.startswith("error 0.")
     assert then.endswith(" of the block before")
     assert float(memory.removesuffix(" GB")) > 0.1
     assert "model.layers.1, error 0." in capsys.readouterr().err
     mts.sparsify_checkpoint(tmp_path / "dense", tmp_path / "out", "wanda", **options)
-    assert said[-1][0] == "model.layers.1"
-    assert said[-1][-1] == "1 blocks reused"
+    assert (said[-1][0], said[-1][-1]) == ("model.layers.1", "1 blocks reused")

@@ -49,11 +49,8 @@ def unfolded(label: str, among: Iterable[str]) -> set[str]:
         runs = [run.split("-") for run in said.split(",")] if re.fullmatch(r"(0|[1-9]\d*)([,-][1-9]\d*)*", said) else []
         return any(int(run[0]) <= int(part) <= int(run[-1]) for run in runs)
 
-    def meant(name: str) -> bool:
-        pairs = list(zip_longest(label.split("."), name.split("."), fillvalue=""))
-        return all(means(*pair) for pair in pairs)
-
-    return {name for name in among if meant(name)}
+    pairs = {name: zip_longest(label.split("."), name.split("."), fillvalue="") for name in among}
+    return {name for name in pairs if all(means(*pair) for pair in pairs[name])}
 
 
 def assert_fits(text: str, width: int = 100) -> None:
@@ -146,9 +143,9 @@ def test_patterns_names_and_versions_are_no_numbers(cells):
 
 @pytest.mark.parametrize("levels", [4, 5])
 def test_many_levels_are_a_range_and_few_are_rows(levels):
-    names = [f"h.{i}.up" for i in range(10)]
-    column = Column("pattern", [f"{50 + i % levels}.5% per row" for i in range(10)], "levels")
-    lines = rows_of("layer", [*names, "head"], [replace(column, cells=[*column.cells, "2:4"])]).splitlines()[2:-1]
+    names = [*(f"h.{i}.up" for i in range(10)), "head"]
+    column = Column("pattern", [*(f"{50 + i % levels}.5% per row" for i in range(10)), "2:4"], "levels")
+    lines = rows_of("layer", names, [column]).splitlines()[2:-1]
     assert len(lines) == (4 if levels == 4 else 1)
     assert lines[0].endswith("50.5% per row" if levels == 4 else "50.5..54.5% per row")
 
@@ -190,15 +187,12 @@ def test_a_long_cell_goes_on_where_it_can_be_broken():
 
 
 def test_columns_of_fourteen_letters_are_not_narrowed():
-    table_of = (("fourteenletter", "why"), [("a", "b")])
-    assert table(*table_of, 10) == table(*table_of)
+    assert table(("fourteenletter", "why"), [("a", "b")], 10) == table(("fourteenletter", "why"), [("a", "b")])
 
 
 def test_what_occurs_is_counted():
-    assert counted(["2:4"] * 3) == "2:4"
-    assert counted(["a", "b", "b"]) == "b x2; a x1"
+    assert (counted(["2:4"] * 3), counted(["a", "b", "b"]), counted([])) == ("2:4", "b x2; a x1", "")
     assert counted("abcde") == "a x1; b x1; c x1; and 2 more"
-    assert counted([]) == ""
 
 
 # what is printed ------------------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ def test_every_pattern_of_four_is_packed_bit_for_bit_or_refused(dtype):
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_weights_that_are_not_finite_are_refused(value):
-    weight = pruned(32, 64).weight.detach().clone()
+    weight = pruned(32, 64).weight.detach()
     weight[3, int(weight[3].abs().argmax())] = value
     assert misfit(weight) == "its weight holds NaN or inf"
 
@@ -109,17 +109,13 @@ def test_torch_takes_the_arguments(kernels, dtype):
     """On meta tensors: torch's own checks of dtypes and shapes, and the shape and dtype that it gives back."""
     rows, columns = 64, 256
     with torch.device("meta"):
-        x = torch.empty(16, columns, dtype=dtype)
-        bias = torch.empty(rows, dtype=dtype)
+        x, bias = torch.empty(16, columns, dtype=dtype), torch.empty(rows, dtype=dtype)
+        packed, metadata = torch.empty(rows, columns * 9 // 16, dtype=dtype), None
         if kernels.name == "cutlass":
-            metadata = torch.empty(rows, columns // 16, dtype=torch.int16)
-            packed = torch.empty(rows, columns // 2, dtype=dtype)
-        else:
-            packed, metadata = torch.empty(rows, columns * 9 // 16, dtype=dtype), None
+            packed, metadata = packed[:, : columns // 2].clone(), torch.empty(rows, columns // 16, dtype=torch.int16)
         for given in (None, bias):
             out = kernels.multiply(packed, metadata, x, given, FAST)
-            assert (tuple(out.shape), out.dtype) == ((16, rows), dtype)
-            assert out.is_contiguous()
+            assert (tuple(out.shape), out.dtype, out.is_contiguous()) == ((16, rows), dtype, True)
 
 
 def test_cusparselt_weights_are_read_through_an_identity(monkeypatch):

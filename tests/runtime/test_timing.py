@@ -55,10 +55,8 @@ def test_both_sides_are_searched_and_the_best_of_each_decides(backend, blas, mon
     assert stopwatch.asked == [(side, tokens, how) for tokens in (1, 64) for side, how in sides]
     assert blas == ["heuristic", *["cublas", "heuristic", "cublaslt", "heuristic"] * 2]
     (layer,) = mts.semi_structured_report(model).layers
-    assert layer.timings == (
-        Timing(1, 10e-6, "cublas", 8e-6, FAST),
-        Timing(64, 8e-6, "cublaslt", 5e-6, backends.DEFAULT),
-    )
+    timings = Timing(1, 10e-6, "cublas", 8e-6, FAST), Timing(64, 8e-6, "cublaslt", 5e-6, backends.DEFAULT)
+    assert layer.timings == timings
     assert model[0].choices == (1, *FAST, 64, *backends.DEFAULT)
     backend.calls.clear()
     for tokens in (3, 70):
@@ -73,8 +71,7 @@ def test_the_library_for_dense_products_is_restored_after_an_error(backend, blas
     model = chain(pruned(32, 64))
     with pytest.raises(KeyboardInterrupt):
         packed_by(backend, model, failing, tune=1)
-    assert blas[-1] == "heuristic"
-    assert type(model[0]) is nn.Linear
+    assert (blas[-1], type(model[0])) == ("heuristic", nn.Linear)
 
 
 def test_layers_of_one_shape_are_timed_once(backend, blas, monkeypatch):

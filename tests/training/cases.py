@@ -93,10 +93,8 @@ def live_flops(model: nn.Module, names: Iterable[str], *args: Any, **kwargs: Any
         model(*args, **kwargs)
     counts, masks = counter.get_flop_counts(), dict(named_masks(model))
     paths = {name: f"{type(model).__name__}.{name.removesuffix('.weight')}" for name in names}
-    dense = torch.ones(1)
-    return sum(
-        sum(counts[path].values()) * float(masks.get(name, dense).float().mean()) for name, path in paths.items()
-    )
+    live = {name: float(masks.get(name, torch.ones(1)).float().mean()) for name in paths}
+    return sum(sum(counts[path].values()) * live[name] for name, path in paths.items())
 
 
 def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from modelopt_sparse.methods.patterns import NM
 from modelopt_sparse.model.masking import named_masks
 from modelopt_sparse.training.planner import find_weights
 from modelopt_sparse.training.updates import Scope
-from tests.helpers import assert_bits, refused, tiny_llama, token_batches
+from tests.helpers import assert_same_masks, assert_same_state, refused, state_of, tiny_llama, token_batches
 from tests.training.cases import LAYERS, OTHERS, RECIPES, Zoo, applied, batch, loss_of, masks_of, take_step
 
 
@@ -35,6 +35,7 @@ class Lion(torch.optim.Optimizer):
                 parameter -= 1e-3 * parameter.grad.sign()
 
 
+FACTORS = {"relative_step": False, "scale_parameter": False}
 OPTIMIZERS = {
     "sgd": lambda model: [torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)],
     "adamw": lambda model: [torch.optim.AdamW(model.parameters(), lr=3e-3)],
@@ -42,7 +43,7 @@ OPTIMIZERS = {
     "adagrad": lambda model: [torch.optim.Adagrad(model.parameters(), lr=1e-2)],
     "rmsprop, small eps": lambda model: [torch.optim.RMSprop(model.parameters(), lr=1e-3, eps=1e-12)],
     "lion": lambda model: [Lion(model.parameters(), lr=1e-3)],
-    "adafactor": lambda model: [Adafactor(model.parameters(), lr=3e-3, relative_step=False, scale_parameter=False)],
+    "adafactor": lambda model: [Adafactor(model.parameters(), lr=3e-3, **FACTORS)],
     "muon beside adamw": lambda model: [
         torch.optim.Muon([p for p in model.parameters() if p.dim() == 2], lr=3e-3),
         torch.optim.AdamW([p for p in model.parameters() if p.dim() != 2], lr=3e-3),
@@ -69,12 +70,8 @@ def train(model, optimizers, steps, start=0):
 
 
 def made_sparse(sparsity, kind="adamw"):
-    model = Zoo()
-    sparsity.apply(model)
-    optimizers = OPTIMIZERS[kind](model)
-    for optimizer in optimizers:
-        sparsity.apply(optimizer)
-    return model, optimizers
+    model = sparsity.apply(Zoo())
+    return model, [sparsity.apply(optimizer) for optimizer in OPTIMIZERS[kind](model)]
 
 
 # counts, zeros, reruns ----------------------------------------------------------------------------------------------
@@ -87,12 +84,12 @@ def test_contract(recipe):
     model, optimizers = made_sparse(sparsity)
     before = masks_of(model)
     train(model, optimizers, 7)
-    middle = copy.deepcopy(model.state_dict())
+    middle = state_of(model)
     train(model, optimizers, 9, start=7)
     moved = []
+    assert sparsity.sparse_params.keys() <= {*include}
     for weight in find_weights(model):
         if weight.name not in include:
-            assert weight.name not in sparsity.sparse_params
             continue
         mask = weight.layer.matrix(sparsity.sparse_params[weight.name].mask)
         scope = {"row": Scope("row"), "in groups": Scope("in_groups", 2), "out groups": Scope("out_groups", 2)}
@@ -109,8 +106,7 @@ def test_contract(recipe):
 
     again, others = made_sparse(recipe.build(include=include))
     train(again, others, 7)
-    for name, value in again.state_dict().items():
-        assert torch.equal(value, middle[name]), name
+    assert_same_state(again, middle)
 
 
 @pytest.mark.parametrize("kind", list(OPTIMIZERS))
@@ -146,8 +142,7 @@ def test_the_state_of_an_optimizer_that_is_shared_out_is_zeroed():
 def test_the_smallest_weights_after_the_step_are_dropped():
     """Weights make their step first, then masks move, by the weights that it left."""
     model = nn.Linear(4, 1, bias=False)
-    with torch.no_grad():
-        model.weight.copy_(torch.tensor([[1.0, 2.0, 3.0, 4.0]]))
+    model.weight.data = torch.tensor([[1.0, 2.0, 3.0, 4.0]])
     optimizer = applied(training.GMP([0.0, 0.25], update=1), model, lr=1.0)
     take_step(model(torch.tensor([[0.0, 0.0, 2.9, 0.0]])).sum(), optimizer)  # 3.0 becomes 0.1
     assert model.weight.tolist() == [[1.0, 2.0, 0.0, 4.0]]
@@ -156,8 +151,10 @@ def test_the_smallest_weights_after_the_step_are_dropped():
 # RigL ---------------------------------------------------------------------------------------------------------------
 
 
-def test_rigl_grows_by_the_gradient_of_the_whole_weight():
-    """Against a dense twin whose gradient is read directly."""
+@pytest.mark.parametrize("call", [nn.Linear.forward, lambda model, x: nn.functional.linear(x, model.weight)])
+def test_rigl_grows_by_the_gradient_of_the_whole_weight(call):
+    """Against a dense twin whose gradient is read directly; also of a weight that its parent reads, which a hook on the
+    Parameter makes faint."""
     torch.manual_seed(1)
     model, twin = nn.Linear(12, 6, bias=False), nn.Linear(12, 6, bias=False)
     optimizer = applied(training.RigL(0.5, drop_fraction=0.25, update=2), model)
@@ -168,7 +165,7 @@ def test_rigl_grows_by_the_gradient_of_the_whole_weight():
             twin.weight.copy_(model.weight)
         twin.zero_grad()
         twin(x).square().sum().backward()
-        take_step(model(x).square().sum(), optimizer)
+        take_step(call(model, x).square().sum(), optimizer)
         if step % 2:
             assert torch.equal(model.weight_mask, mask)
             continue
@@ -183,14 +180,13 @@ def test_rigl_grows_by_the_gradient_of_the_whole_weight():
 def test_gradients_reach_pruned_places_only_on_the_step_before_an_update():
     sparsity = training.RigL(0.75, include=["linear.weight", "conv.weight"], update=3)
     model, (optimizer,) = made_sparse(sparsity)
-    faint = []
+    sparse, faint = sparsity.sparse_params.values(), []
     for step in range(6):
         optimizer.zero_grad()
         loss_of(model, batch(step)).backward()
-        pruned = [sparse.parameter.grad[~sparse.mask] for sparse in sparsity.sparse_params.values()]
-        kept = [sparse.parameter.grad[sparse.mask] for sparse in sparsity.sparse_params.values()]
-        faint.append(all(bool(each.any()) for each in pruned))
-        assert all(p.abs().max() <= k.abs().max() * 2**-20 for p, k in zip(pruned, kept))
+        pruned = [each.parameter.grad[~each.mask].abs().max() for each in sparse]
+        faint.append(all(pruned))
+        assert all(p <= each.parameter.grad[each.mask].abs().max() * 2**-20 for p, each in zip(pruned, sparse))
         optimizer.step()
     assert faint == [False, False, True, False, False, True]
 
@@ -207,45 +203,33 @@ def test_gradients_stay_away_from_pruned_places_once_no_update_follows(how):
     model.zero_grad()
     for step in range(2):
         loss_of(model, batch(step)).backward()
-    for name, mask in named_masks(model):
-        assert not model.get_parameter(name).grad[~mask].any()
+    assert not any(model.get_parameter(name).grad[~mask].any() for name, mask in named_masks(model))
 
 
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [(torch.optim.AdamW, {}), (Adafactor, {"relative_step": False, "scale_parameter": False})],
-    ids=["adamw", "adafactor"],
-)
-def test_without_drops_rigl_trains_as_static_does_to_the_bit(kind, options):
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, Adafactor])
+def test_without_drops_rigl_trains_as_static_does_to_the_bit(kind):
     """Faint gradients reach nothing but the choice of what grows. Adafactor divides by means of rows and columns."""
-    states = []
-    for build in (
-        lambda: training.RigL(0.9, include=LAYERS, drop_fraction=0.0, update=1, init_method="topk"),
-        lambda: training.Static(0.9, include=LAYERS, init_method="topk"),
-    ):
+    states, options = [], {"include": LAYERS, "init_method": "topk"}
+    for sparsity in (training.RigL(0.9, drop_fraction=0.0, update=1, **options), training.Static(0.9, **options)):
         model = Zoo()
-        optimizer = applied(build(), model, kind, lr=1e-2, **options)
+        optimizer = applied(sparsity, model, kind, lr=1e-2, **FACTORS if kind is Adafactor else {})
         for step in range(5):
             optimizer.zero_grad()
             loss_of(model, batch(step)).backward()
             clipped = [p for n, p in model.named_parameters() if "list" not in n and "read" not in n]
             nn.utils.clip_grad_norm_(clipped, 0.1)
             optimizer.step()
-        states.append(model.state_dict())
-    for name, value in states[0].items():
-        assert_bits(value, states[1][name])
+        states.append(state_of(model))
+    assert_same_state(model, states[0])
 
 
 def test_an_expert_without_tokens_keeps_its_mask():
     model, (optimizer,) = made_sparse(training.RigL(0.5, include="experts.experts.gate_up_proj", update=1))
-    with torch.no_grad():
-        model.experts.gate.weight.copy_(torch.tensor([[1.0], [1.0], [-1.0]]).expand(3, 8))
-        model.embed.weight.abs_()
-    mask = model.experts.experts.gate_up_proj_mask.clone()
-    seen = []
-    model.experts.gate.register_forward_hook(lambda module, args, output: seen.append(output[-1].flatten().unique()))
+    model.experts.gate.weight.data[:] = torch.tensor([[1.0], [1.0], [-1.0]])
+    model.embed.weight.data.abs_()
+    mask, busy = model.experts.experts.gate_up_proj_mask.clone(), set()
+    model.experts.gate.register_forward_hook(lambda module, args, output: busy.update(output[-1].flatten().tolist()))
     take_step(loss_of(model, batch(0)), optimizer)
-    busy = {int(expert) for each in seen for expert in each}
     after = model.experts.experts.gate_up_proj_mask
     assert busy != {0, 1, 2}, "the test needs an expert without tokens"
     for expert in range(3):
@@ -258,20 +242,6 @@ def test_a_layer_without_samples_keeps_its_mask():
     before = masks_of(model)
     take_step(model[1](torch.randn(4, 8)).square().sum(), optimizer)
     assert [torch.equal(mask, before[name]) for name, mask in named_masks(model)] == [True, False]
-
-
-def test_weights_that_their_parent_reads_grow_by_their_full_gradient():
-    """The hook on the Parameter makes it faint, as that of any other weight."""
-    sparsity = training.RigL(0.5, include="read.weight", drop_fraction=0.5, update=1)
-    model, (optimizer,) = made_sparse(sparsity)
-    sparse = sparsity.sparse_params["read.weight"]
-    mask = sparse.mask.clone()
-    optimizer.zero_grad()
-    loss_of(model, batch(0)).backward()
-    gradient = torch.where(mask, model.read.weight.grad, model.read.weight.grad * 2**32)
-    optimizer.step()
-    kept = sparse.mask & mask & (model.read.weight != 0)
-    assert gradient[sparse.mask & ~kept].abs().min() >= gradient[~sparse.mask].abs().max()
 
 
 class Poisoned(nn.Linear):
@@ -295,29 +265,28 @@ def test_nan_at_a_pruned_place_reaches_nothing():
         assert torch.isfinite(model[0].weight).all()
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "x", "match"),
-    [
-        (training.RigL(0.5, update=1), None, "'0.weight' has no gradient after step 1"),
-        (training.RigL(0.5, update=1), torch.ones(1, 8), "'0.weight' has no gradient after step 1: keep it until all"),
-        (training.SET(0.5, update=1), torch.full((1, 8), torch.inf), "weight '0.weight' holds NaN or inf after step 1"),
-    ],
-)
+def step_one_by_one(optimizers):
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+STUCK = [
+    (training.RigL(0.5, update=1), None, "'0.weight' has no gradient after step 1"),
+    (training.RigL(0.5, update=1), torch.ones(1, 8), "'0.weight' has no gradient after step 1: keep it until all"),
+    (training.SET(0.5, update=1), torch.full((1, 8), torch.inf), "weight '0.weight' holds NaN or inf after step 1"),
+]
+
+
+@pytest.mark.parametrize(("algorithm", "x", "match"), STUCK)
 def test_a_step_by_which_masks_cannot_move_says_so(algorithm, x, match):
     """One optimizer for each weight, whose gradients go when it has made its step, as in a backward pass that steps."""
-    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
-    algorithm.apply(model)
+    model = algorithm.apply(nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)))
     optimizers = [algorithm.apply(torch.optim.SGD(layer.parameters(), lr=0.1)) for layer in model]
-
-    def step():
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-
     if x is not None:
         model(x).square().sum().backward()
     with pytest.raises(RuntimeError, match=match):
-        step()
+        step_one_by_one(optimizers)
 
 
 # what is applied to what --------------------------------------------------------------------------------------------
@@ -339,9 +308,8 @@ def test_default_and_blocks_leave_dense_what_they_say():
     parts = ["self_attn.q", "self_attn.k", "self_attn.v", "self_attn.o", "mlp.gate", "mlp.up", "mlp.down"]
     assert {row.name for row in plan.rows} == {f"model.layers.{i}.{x}_proj.weight" for i in range(2) for x in parts}
     reasons = {skipped.name: skipped.reason for skipped in plan.skipped}
-    assert reasons["model.norm.weight"] == "one dimension"
-    assert reasons["lm_head.weight"] == "output head"
-    assert reasons["model.embed_tokens.weight"] == "embedding"
+    why = {"model.norm.weight": "one dimension", "lm_head.weight": "output head"}
+    assert reasons.items() >= (why | {"model.embed_tokens.weight": "embedding"}).items()
     tied = {skipped.name: skipped.reason for skipped in sparsity.plan(tiny_llama(tie_word_embeddings=True)).skipped}
     assert tied == {name: reason for name, reason in reasons.items() if name != "lm_head.weight"}
     blocks = training.Static(0.3, include="blocks").plan(model)
@@ -356,8 +324,8 @@ def test_requires_dense_on_parameters_and_modules():
     model.conv.requires_dense = True
     sparsity = training.SET(0.5, include=[*LAYERS, "linear.bias"], update=1)
     reasons = {each.name: each.reason for each in sparsity.plan(model).skipped}
-    assert reasons["linear.weight"] == "requires_dense"
-    assert reasons["conv.weight"] == "requires_dense of its module"
+    why = {"linear.weight": "requires_dense", "conv.weight": "requires_dense of its module"}
+    assert reasons.items() >= why.items()
     sparsity.apply(model)
     assert not {"linear.weight", "conv.weight", "conv.bias"} & set(sparsity.sparse_params)
 
@@ -381,8 +349,7 @@ def test_autoupdate_off_leaves_it_to_update():
 def test_masks_depend_on_the_seed_and_not_on_the_filter():
     masks = []
     for include, seed in (("linear.weight", 0), ("linear.weight", 1), (LAYERS, 0)):
-        model = Zoo()
-        training.Static(0.5, include=include, seed=seed).apply(model)
+        model = training.Static(0.5, include=include, seed=seed).apply(Zoo())
         masks.append(model.linear.weight_mask)
     assert torch.equal(masks[0], masks[2])
     assert not torch.equal(masks[0], masks[1])
@@ -417,6 +384,11 @@ class FewestFirst(training.DynamicSparsityAlgorithm):
         return (torch.arange(p.shape[-1]) < round((1 - sparsity) * p.shape[-1])).expand(mask.shape)
 
 
+class NoMask(FewestFirst):
+    def update_mask(self, p, mask, sparsity):
+        return None
+
+
 def test_an_algorithm_of_ones_own_sees_weights_as_out_by_in():
     """One that sets masks itself is in test_guides.py."""
     model, (optimizer,) = made_sparse(FewestFirst(0.5, include=["linear.weight", "conv1d.weight"], update=2))
@@ -424,13 +396,8 @@ def test_an_algorithm_of_ones_own_sees_weights_as_out_by_in():
     assert torch.equal(model.linear.weight_mask, (torch.arange(8) < 4).expand(8, 8))
     assert torch.equal(model.conv1d.weight_mask.mT, (torch.arange(8) < 4).expand(8, 8)), "stored as [in, out]"
     assert {layer.recipe for layer in mts.report(model).layers} == {"fewestfirst"}
-
-
-def test_an_algorithm_of_ones_own_that_returns_no_mask(monkeypatch):
-    _, (optimizer,) = made = made_sparse(FewestFirst(0.5, include=["linear.weight"]))
-    monkeypatch.setattr(FewestFirst, "update_mask", lambda *_: None)
     with pytest.raises(ValueError, match=r"update_mask returned NoneType, no bool mask \[8, 8\]"):
-        train(made[0], [optimizer], 1)
+        train(*made_sparse(NoMask(0.5, include=["linear.weight"])), 1)
 
 
 # levels that change -------------------------------------------------------------------------------------------------
@@ -438,13 +405,11 @@ def test_an_algorithm_of_ones_own_that_returns_no_mask(monkeypatch):
 
 def test_nan_marks_pruned_places_and_inf_is_damage():
     model = nn.Linear(8, 8, bias=False)
-    with torch.no_grad():
-        model.weight[:, :4] = torch.nan
+    model.weight.data[:, :4] = torch.nan
     training.Static(0.5, init_method="topk").apply(model)
     assert torch.equal(model.weight_mask, (torch.arange(8) >= 4).expand(8, 8))
     assert not model.weight[:, :4].any()
-    with torch.no_grad():
-        model.weight[0, 5] = torch.inf
+    model.weight.data[0, 5] = torch.inf
     with pytest.raises(ValueError, match="'weight' holds inf"):
         training.Static(0.6).apply(model)
 
@@ -452,56 +417,59 @@ def test_nan_marks_pruned_places_and_inf_is_damage():
 # what is refused ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("build", "match"),
-    [
-        (lambda: training.Static(), "Static needs a level"),
-        (lambda: training.Static(1.0), r"sparsity=1.0: must be a number in \[0, 1\)"),
-        (lambda: training.GMP(training.Cubic(0.0, 90, 0, 4)), "sparsity=90: must be a number in"),
-        (lambda: training.GMP(0.5), "GMP prunes by a schedule, not at one level .0.5.*use Static"),
-        (lambda: training.Static([0.5, 0.6]), "Static keeps one level.*use GMP"),
-        (lambda: training.Static(0.5, scope="column"), "scope='column': allowed are 'row', 'matrix'"),
-        (lambda: training.RigL(0.5, scope="row", balance_in_groups=2), "give one of scope, balance_in_groups"),
-        (lambda: training.RigL(0.5, balance_in_groups=0), "balance_in_groups=0: must be a positive whole number"),
-        (lambda: training.Static(0.5, init_method="magnitude"), "init_method='magnitude': allowed are 'random'"),
-        (lambda: training.Static(0.5, distribution="ERK"), "allowed are 'uniform', 'erk'"),
-        (lambda: training.Static(pattern="2:4", distribution="erk"), "pattern 2:4 has its own"),
-        (lambda: training.Static(pattern="50%"), "Static takes N:M here"),
-        (lambda: training.SET(0.5, drop_fraction=1.5), "drop_fraction=1.5"),
-        (lambda: training.GMP([0.0, 0.5], pattern="2:4", init_method="random"), "leave init_method out"),
-        (lambda: training.Static(0.5, include=3), "include=3: give globs"),
-        *((lambda s=s: training.SET(0.5, seed=s), "seed=.*a whole number of at") for s in ("a", 1.5, -1, None, True)),
-        (
-            lambda: training.SET(0.5, drop_fraction=training.Cosine(0.3, 0)),
-            "half_period=0: must be a number in .0, inf",
-        ),
-        (lambda: training.Group({"a": training.Group()}), "a Group in a Group"),
-        (lambda: training.Group({"a": training.Static(0.5, include="b")}), "leave include out of its algorithms"),
-        (lambda: training.Group(dict.fromkeys("ab", training.Static(0.5))), "'b': this Static is in the group already"),
-    ],
-)
+WRONG_OPTIONS = [
+    (lambda: training.Static(), "Static needs a level"),
+    (lambda: training.SET(0.9, pattern="2:4"), r"sparsity=0\.9: 2:4 stands in its place"),
+    (lambda: training.Static(1.0), r"sparsity=1.0: must be a number in \[0, 1\)"),
+    (lambda: training.GMP(training.Cubic(0.0, 90, 0, 4)), "sparsity=90: must be a number in"),
+    (lambda: training.GMP(0.5), "GMP prunes by a schedule, not at one level .0.5.*use Static"),
+    (lambda: training.Static([0.5, 0.6]), "Static keeps one level.*use GMP"),
+    (lambda: training.Static(0.5, scope="column"), "scope='column': allowed are 'row', 'matrix'"),
+    (lambda: training.RigL(0.5, scope="row", balance_in_groups=2), "give one of scope, balance_in_groups"),
+    (lambda: training.RigL(0.5, balance_in_groups=0), "balance_in_groups=0: must be a positive whole number"),
+    (lambda: training.Static(0.5, init_method="magnitude"), "init_method='magnitude': allowed are 'random'"),
+    (lambda: training.Static(0.5, distribution="ERK"), "allowed are 'uniform', 'erk'"),
+    (lambda: training.Static(pattern="2:4", distribution="erk"), "pattern 2:4 has its own"),
+    (lambda: training.Static(pattern="50%"), "Static takes N:M here"),
+    (lambda: training.SET(0.5, drop_fraction=1.5), "drop_fraction=1.5"),
+    (lambda: training.GMP([0.0, 0.5], pattern="2:4", init_method="random"), "leave init_method out"),
+    (lambda: training.Static(0.5, include=3), "include=3: give globs"),
+    (lambda: training.SET(0.5, exclude=[3]), r"exclude=\[3\]: give globs"),
+    *((lambda x=x: training.SET(0.5, include="*weight", exclude=x), "exclude=") for x in ("default", "blocks")),
+    (lambda: training.SET(0.5, include="*weight", exclude=[re.compile("lm_head")]), "exclude="),
+    *((lambda s=s: training.SET(0.5, seed=s), "seed=.*a whole number of at") for s in ("a", 1.5, -1, None, True)),
+    (
+        lambda: training.SET(0.5, drop_fraction=training.Cosine(0.3, 0)),
+        "half_period=0: must be a number in .0, inf",
+    ),
+    (
+        lambda: training.Group([("*", training.Static(0.5))]),
+        "Group takes a mapping of globs .* this is a list",
+    ),
+    (lambda: training.Group({"a": training.Group()}), "a Group in a Group"),
+    (lambda: training.Group({"a": training.Static(0.5, include="b")}), "leave include out of its algorithms"),
+    (lambda: training.Group(dict.fromkeys("ab", training.Static(0.5))), "'b': this Static is in the group already"),
+]
+
+
+@pytest.mark.parametrize(("build", "match"), WRONG_OPTIONS)
 def test_wrong_options(build, match):
-    with pytest.raises(ValueError, match=match):
+    with pytest.raises(TypeError if match.startswith("Group takes") else ValueError, match=match):
         build()
 
 
-def test_a_group_is_a_mapping():
-    with pytest.raises(TypeError, match="Group takes a mapping of globs to algorithms, and this is a list"):
-        training.Group([("*", training.Static(0.5))])
+WRONG_PLANS = [
+    (lambda: training.Static(0.5, include="*.wieght"), r"'\*.wieght' matches no parameter of this Zoo"),
+    (lambda: training.Static(0.5, exclude="nothing"), "'nothing' matches no parameter"),
+    (lambda: training.Static(0.5, include=re.compile("zzz")), "regex 'zzz' matches no parameter"),
+    (lambda: training.Group(), "this Group is empty"),
+    (lambda: training.RigL(0.5, include="linear.weight", balance_in_groups=3), "cannot be divided into 3 equal"),
+    (lambda: training.RigL(pattern="2:4", include="linear.weight", balance_in_groups=4), "cut through groups of 4"),
+    (lambda: training.Static(pattern="2:4", include="norm.*"), "2:4 is for weight matrices"),
+]
 
 
-@pytest.mark.parametrize(
-    ("build", "match"),
-    [
-        (lambda: training.Static(0.5, include="*.wieght"), r"'\*.wieght' matches no parameter of this Zoo"),
-        (lambda: training.Static(0.5, exclude="nothing"), "'nothing' matches no parameter"),
-        (lambda: training.Static(0.5, include=re.compile("zzz")), "regex 'zzz' matches no parameter"),
-        (lambda: training.Group(), "this Group is empty"),
-        (lambda: training.RigL(0.5, include="linear.weight", balance_in_groups=3), "cannot be divided into 3 equal"),
-        (lambda: training.RigL(pattern="2:4", include="linear.weight", balance_in_groups=4), "cut through groups of 4"),
-        (lambda: training.Static(pattern="2:4", include="norm.*"), "2:4 is for weight matrices"),
-    ],
-)
+@pytest.mark.parametrize(("build", "match"), WRONG_PLANS)
 def test_what_a_plan_refuses(build, match):
     model = Zoo()
     refused(build().plan, model, match=match)
@@ -509,6 +477,8 @@ def test_what_a_plan_refuses(build, match):
 
 
 def test_what_apply_refuses():
+    """And a level that says the same as the pattern is no mistake."""
+    training.RigL(0.5, pattern="2:4")
     model, sparsity = Zoo(), training.SET(0.5, include=LAYERS)
     with pytest.raises(ValueError, match="apply this SET to the model first"):
         sparsity.apply(torch.optim.SGD(model.parameters(), lr=0.1))
@@ -516,19 +486,15 @@ def test_what_apply_refuses():
         sparsity.report()
     optimizer = applied(sparsity, model)
     deepspeed = type("DeepSpeedOptimizer", (torch.optim.SGD,), {"__module__": "deepspeed.runtime"})
-    for thing, error, match in (
-        (model, ValueError, "applied to a Zoo already"),
-        (
-            torch.optim.SGD(Zoo().parameters(), lr=0.1),
-            ValueError,
-            "this SGD holds no sparse parameter of the model",
-        ),
-        (torch.optim.LBFGS(model.parameters()), ValueError, "LBFGS calls its closure several times"),
-        (deepspeed(model.parameters(), lr=0.1), ValueError, "DeepSpeed has buffers of its own"),
-        (optimizer, ValueError, "has this SET already"),
-        ("model", TypeError, "takes a model or an optimizer, and this is str"),
+    for thing, match in (
+        (model, "applied to a Zoo already"),
+        (torch.optim.SGD(Zoo().parameters(), lr=0.1), "this SGD holds no sparse parameter of the model"),
+        (torch.optim.LBFGS(model.parameters()), "LBFGS calls its closure several times"),
+        (deepspeed(model.parameters(), lr=0.1), "DeepSpeed has buffers of its own"),
+        (optimizer, "has this SET already"),
+        ("model", "takes a model or an optimizer, and this is str"),
     ):
-        with pytest.raises(error, match=match):
+        with pytest.raises(TypeError if thing == "model" else ValueError, match=match):
             sparsity.apply(thing)
 
 
@@ -546,17 +512,6 @@ def test_parameters_that_an_optimizer_gets_later_are_trained_when_it_is_applied_
     assert sparsity.step == 2
     assert not torch.equal(model[0].weight_mask, mask)
     assert not optimizer.state[model[0].weight]["exp_avg_sq"][~model[0].weight_mask].any()
-
-
-def test_an_exported_model_is_trained_on_without_a_warning():
-    model = nn.Sequential(nn.Linear(8, 8))
-    optimizer = applied(training.RigL(0.5, include="*.weight", update=1), model)
-    take_step(model(torch.randn(4, 8)).sum(), optimizer)
-    mts.export(model)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for _ in range(8):
-            take_step(model(torch.randn(4, 8)).sum(), optimizer)
 
 
 class Around(torch.optim.Optimizer):
@@ -595,8 +550,7 @@ def test_a_gradient_that_the_step_has_cleared_stays_cleared():
     for kind in (torch.optim.SGD, Clearing):
         torch.manual_seed(0)
         model, x = nn.Linear(16, 8, bias=False), torch.randn(4, 16)
-        sparsity = training.RigL(0.5, update=2, include=["weight"], scope="row")
-        optimizer = applied(sparsity, model, kind, lr=0.0)
+        optimizer = applied(training.RigL(0.5, update=2, include=["weight"], scope="row"), model, kind, lr=0.0)
         for _ in range(3):
             model(x).sum().backward()
             optimizer.step()
@@ -606,11 +560,15 @@ def test_a_gradient_that_the_step_has_cleared_stays_cleared():
     assert torch.equal(*masks)
 
 
-def test_sparse_embeddings_and_float16_are_refused():
+def test_what_cannot_be_sparse_is_refused_and_left_as_it_was():
+    """Sparse embeddings and float16; the second of two modules."""
     for kind in (nn.Embedding, nn.EmbeddingBag):
         embedding = kind(8, 8, sparse=True)
         refused(training.RigL(0.5).apply, embedding, match="'weight' is of an embedding with sparse=True.*sparse=False")
     refused(training.RigL(0.5).apply, nn.Linear(8, 8).half(), match="'weight' is float16.*under autocast")
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model[1].forward = lambda x: x
+    refused(training.Static(0.5, include="*.weight").apply, model, match="was replaced on the instance")
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         training.SET(0.5).apply(nn.Linear(8, 8).half())
@@ -629,17 +587,10 @@ def test_gradients_that_float16_has_lost_are_told():
 
 
 def test_a_plan_works_on_meta_and_apply_does_not():
-    with torch.device("meta"):
-        model = nn.Linear(8, 8)
-    assert training.Static(0.5, include="weight").plan(model).rows[0].zeros == 32
+    model, sparsity = nn.Linear(8, 8, device="meta"), training.Static(0.5, include="weight")
+    assert sparsity.plan(model).rows[0].zeros == 32
     with pytest.raises(ValueError, match="is on the meta device"):
-        training.Static(0.5, include="weight").apply(model)
-
-
-def test_a_model_whose_module_cannot_be_sparse_is_left_as_it_was():
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    model[1].forward = lambda x: x
-    refused(training.Static(0.5, include="*.weight").apply, model, match="was replaced on the instance")
+        sparsity.apply(model)
 
 
 # warnings, reports, plans -------------------------------------------------------------------------------------------
@@ -652,12 +603,9 @@ def test_language_models_are_warned_of_counting_per_matrix():
     assert "SET without a scope" in note
     assert "RigL" not in note
     vision = ViTModel(ViTConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16))
-    for quiet, model in (
-        (training.SET(0.5, include="blocks"), vision),
-        (training.RigL(0.5, include="blocks", scope="row"), tiny_llama()),
-        (training.Static(0.5, include="blocks"), tiny_llama()),
-    ):
-        assert not quiet.plan(model).notes
+    assert not training.SET(0.5, include="blocks").plan(vision).notes
+    for quiet in (training.RigL(0.5, include="blocks", scope="row"), training.Static(0.5, include="blocks")):
+        assert not quiet.plan(tiny_llama()).notes
 
 
 def test_save_load_verify_and_go_on(tmp_path):
@@ -670,11 +618,11 @@ def test_save_load_verify_and_go_on(tmp_path):
     mts.verify(tmp_path / "sparse")
     again = mts.load(tmp_path / "sparse")
     assert mts.report(again).settings["training"]["step"] == 3
-    masks = {name: mask.clone() for name, mask in named_masks(again)}
+    masks = masks_of(again)
     more = training.SET(0.5, **options)
     more.apply(again)
     assert more.step == 3
-    assert all(torch.equal(mask, masks[name]) for name, mask in named_masks(again))
+    assert_same_masks(again, masks)
     other = training.SET(0.75, **options)
     other.apply(again)
     assert other.step == 0
@@ -682,12 +630,10 @@ def test_save_load_verify_and_go_on(tmp_path):
 
 
 def test_verify_looks_at_masks_of_biases_and_embeddings():
-    model = Zoo()
-    training.Static(0.5, include=["linear.bias", "embed.weight", "linear.weight"]).apply(model)
+    model = training.Static(0.5, include=["linear.bias", "embed.weight", "linear.weight"]).apply(Zoo())
     names = {layer.name for layer in mts.verify(model).layers}
     assert names == {"linear", "linear.bias", "embed.weight", "head.weight"}
-    with torch.no_grad():
-        model.embed.weight.fill_(1.0)
+    model.embed.weight.data.fill_(1.0)
     with pytest.raises(mts.PatternError, match=r"embed\.weight"):
         mts.verify(model)
     plain = nn.Linear(8, 8)
@@ -702,11 +648,9 @@ def test_verify_looks_at_masks_of_biases_and_embeddings():
 )
 def test_a_random_mask_over_zeros_that_are_there_warns(method: str, share: float, warns: bool):
     model = nn.Sequential(nn.Linear(16, 16))
-    with torch.no_grad():
-        model[0].weight.view(-1)[: round(share * 256)] = 0
+    model[0].weight.data.view(-1)[: round(share * 256)] = 0
     algorithm = training.Static(0.7, include=["0.weight"], init_method=method)
-    said = algorithm.plan(model).notes
-    assert [("zeros are there already" in note) for note in said] == [True] * warns
+    assert [("zeros are there already" in note) for note in algorithm.plan(model).notes] == [True] * warns
     with warnings.catch_warnings(action="ignore"):
         algorithm.apply(model)
     share = (model[0].weight == 0).double().mean() - (~model[0].weight_mask).double().mean()
@@ -715,45 +659,27 @@ def test_a_random_mask_over_zeros_that_are_there_warns(method: str, share: float
     assert bool(share) == warns
 
 
-@pytest.mark.parametrize("exclude", [[re.compile("lm_head")], "default", "blocks"])
-def test_exclude_refuses_what_would_leave_nothing_out(exclude):
-    with pytest.raises(ValueError, match="exclude="):
-        training.SET(0.5, include="*weight", exclude=exclude)
-
-
-def test_wrong_values_of_exclude_name_it():
-    with pytest.raises(ValueError, match="exclude=\\[3\\]: give globs"):
-        training.SET(0.5, exclude=[3])
-
-
 def test_flags_of_regular_expressions_count():
-    model = nn.ModuleDict({"MLP": nn.Linear(4, 4), "mlp": nn.Linear(4, 4)})
-    plan = training.SET(0.5, include=[re.compile("mlp.weight", re.IGNORECASE)]).plan(model)
-    assert [row.name for row in plan.rows] == ["MLP.weight", "mlp.weight"]
+    plan = training.SET(0.5, include=[re.compile("LINEAR.w", re.IGNORECASE)]).plan(Zoo())
+    assert [row.name for row in plan.rows] == ["linear.weight"]
 
 
 def test_sparse_training_takes_no_copy():
     model = nn.Linear(8, 8, bias=False)
     sparsity = copy.deepcopy(training.SET(0.5, update=1))
-    optimizer = torch.optim.SGD(sparsity.apply(model).parameters(), lr=0.1)
-    sparsity.apply(optimizer)
+    optimizer = applied(sparsity, model)
     with pytest.raises(TypeError, match="this SET has optimizers and cannot be copied"):
         copy.deepcopy((model, optimizer, sparsity))
 
 
-def test_a_wrapper_without_hooks_is_refused_with_everything_as_it_was():
-    class Lookahead(torch.optim.Optimizer):
-        def __init__(self, inner):
-            self.inner, self.param_groups, self.state = inner, inner.param_groups, inner.state
+class WithoutHooks(torch.optim.Optimizer):
+    def __init__(self, inner):
+        self.param_groups, self.state = inner.param_groups, inner.state
 
+
+def test_a_wrapper_without_hooks_is_refused_with_everything_as_it_was():
     sparsity = training.SET(0.5, update=1)
     optimizer = torch.optim.SGD(sparsity.apply(nn.Linear(8, 8, bias=False)).parameters(), lr=0.1)
     with pytest.raises(ValueError, match="give the optimizer that it wraps"):
-        sparsity.apply(Lookahead(optimizer))
+        sparsity.apply(WithoutHooks(optimizer))
     sparsity.apply(optimizer)
-
-
-def test_a_level_beside_a_pattern_is_refused():
-    with pytest.raises(ValueError, match=r"sparsity=0\.9: 2:4 stands in its place"):
-        training.SET(0.9, pattern="2:4")
-    training.RigL(0.5, pattern="2:4")  # says the same twice

@@ -11,23 +11,19 @@ from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
 import modelopt_sparse as mts
 from modelopt_sparse import training
-from tests.helpers import tiny_llama, token_batches
+from tests.helpers import assert_same_state, state_of, tiny_llama, token_batches
 
 
 def test_two_layers_by_hand():
     model = nn.Sequential(nn.Linear(10, 20), nn.ReLU(), nn.Linear(20, 5))
     training.Static(0.75, include="0.weight").apply(model)
     cost = training.cost(model, torch.randn(3, 10))
-    assert cost.dense.weights == 10 * 20 + 20 + 20 * 5 + 5
-    assert cost.sparse.weights == cost.dense.weights - 150
-    assert cost.dense.inference == 2 * 3 * (200 + 100)
-    assert cost.sparse.inference == 2 * 3 * (50 + 100)
-    assert cost.dense.training == 3 * cost.dense.inference
-    assert cost.sparse.training == 3 * cost.sparse.inference
+    weights, dense, sparse = 10 * 20 + 20 + 20 * 5 + 5, 2 * 3 * (200 + 100), 2 * 3 * (50 + 100)
+    assert (cost.dense.weights, cost.dense.inference, cost.dense.training) == (weights, dense, 3 * dense)
+    assert (cost.sparse.weights, cost.sparse.inference, cost.sparse.training) == (weights - 150, sparse, 3 * sparse)
     assert cost.dense.bytes == 200 * 4
     assert cost.sparse.bytes == 50 * (4 + 4) + 21 * 4, "values and columns, and where rows begin"
     with_rigl = training.cost(model, torch.randn(3, 10), dense_every=100)
-    sparse, dense = cost.sparse.inference, cost.dense.inference
     assert with_rigl.sparse.training == pytest.approx((3 * sparse * 99 + 2 * sparse + dense) / 100)
     assert "FLOPs of a forward 1,800 900 50.0%" in " ".join(str(cost).split())
     with pytest.raises(ValueError, match="dense_every=0: must be a positive whole number"):
@@ -35,8 +31,7 @@ def test_two_layers_by_hand():
 
 
 def test_a_language_model_counts_attention_and_head_as_dense():
-    model = tiny_llama()
-    ids = token_batches(1)[0]
+    model, (ids,) = tiny_llama(), token_batches(1)
     before = training.cost(model, input_ids=ids)
     assert before.sparse.inference == before.dense.inference
     training.Static(0.5, include="blocks").apply(model)
@@ -85,9 +80,9 @@ PRODUCTS = {
 @pytest.mark.parametrize(("model", "include", "shape", "products"), PRODUCTS.values(), ids=list(PRODUCTS))
 def test_each_weight_of_a_module_is_counted_by_itself(model, include, shape, products):
     """2 x positions x live weights, also where one module holds several products; statistics stay as they are."""
-    model, sparsity = copy.deepcopy(model), training.Static(0.5, include=include)
-    sparsity.apply(model)
-    before = copy.deepcopy(model.state_dict())
+    sparsity = training.Static(0.5, include=include)
+    model = sparsity.apply(copy.deepcopy(model))
+    before = state_of(model)
     cost = training.cost(model, torch.randn(shape))
     assert cost.dense.inference == 2 * sum(products.values())
     sparse = [name for name in products if name in dict(mts.named_masks(model))]
@@ -95,8 +90,7 @@ def test_each_weight_of_a_module_is_counted_by_itself(model, include, shape, pro
     pruned = sum(int((~sparse.mask).sum()) for sparse in sparsity.sparse_params.values())
     assert cost.dense.weights - cost.sparse.weights == pruned
     assert not cost.uncounted
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, before[name]), name
+    assert_same_state(model, before)
     assert model.training
 
 
@@ -119,8 +113,7 @@ def test_what_is_not_counted_is_named():
         def forward(self, ids):
             return self.rnn(self.embed(ids))[0]
 
-    model = Net()
-    training.Static(0.5, include="embed.weight").apply(model)
+    model = training.Static(0.5, include="embed.weight").apply(Net())
     cost = training.cost(model, torch.zeros(3, 2, dtype=torch.long))
     assert cost.uncounted == ("aten.mkldnn_rnn_layer", "embed.weight")
     assert "Not counted: aten.mkldnn_rnn_layer; embed.weight" in str(cost)

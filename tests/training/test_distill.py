@@ -18,7 +18,15 @@ from tests.helpers import Snapshot, refused, tiny_llama
 
 pytestmark = pytest.mark.core
 
-PAD = 0
+PAD, ITEMS = 0, "num_items_in_batch"
+TINY: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 16,
+}
+TINY |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
 def pair(dtype: torch.dtype = torch.float64, **changes: Any) -> tuple[Any, Any]:
@@ -32,8 +40,7 @@ def pair(dtype: torch.dtype = torch.float64, **changes: Any) -> tuple[Any, Any]:
 def padded(rows: int = 4, length: int = 10) -> dict[str, Tensor]:
     """Texts of 10, 7, 8, 5, 10, ... tokens with padding to their right, and labels that are -100 there."""
     ids = torch.randint(3, 97, (rows, length), generator=torch.Generator().manual_seed(1))
-    lengths = torch.tensor([10, 7, 8, 5] * (rows // 4))[:, None]
-    real = torch.arange(length) < lengths
+    real = torch.arange(length) < torch.tensor([10, 7, 8, 5] * (rows // 4))[:, None]
     return {"input_ids": ids.where(real, PAD), "attention_mask": real.long(), "labels": ids.where(real, -100)}
 
 
@@ -60,12 +67,6 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], **tolerance: float) -> None:
-    assert found.keys() == expected.keys()
-    for name, one in found.items():
-        torch.testing.assert_close(one, expected[name], msg=lambda text, name=name: f"{name}: {text}", **tolerance)
-
-
 # the loss -------------------------------------------------------------------------------------------------------------
 # cases: model, teacher, arguments by name, and what the loss is to be
 
@@ -78,9 +79,8 @@ def real_tokens(temperature: float = 1.0) -> tuple[Any, ...]:
 def without_labels(*, padding: bool = True) -> tuple[Any, ...]:
     """The attention mask says what counts; without one all tokens do."""
     model, teacher, batch = started()
-    mask = batch["attention_mask"].bool()
-    batch = {"input_ids": batch["input_ids"], **({"attention_mask": batch["attention_mask"]} if padding else {})}
-    counts = mask if padding else torch.ones_like(mask)
+    counts = batch["attention_mask"].bool() if padding else torch.ones(4, 10).bool()
+    batch = {name: batch[name] for name in ("input_ids", "attention_mask")[: 1 + padding]}
     return model, teacher, batch, mean_kl(teacher(**batch).logits[counts], model(**batch).logits[counts])
 
 
@@ -123,11 +123,8 @@ def classifier(*, labels: bool = True, parts: int = 1) -> tuple[Any, ...]:
 
 def masked_language_model() -> tuple[Any, ...]:
     """Its labels are not shifted."""
-    config = hf.BertConfig(
-        vocab_size=97, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
-    )
-    teacher, model = (hf.BertForMaskedLM(config).double().eval() for _ in range(2))
-    model.training = True  # without the dropout of its parts
+    teacher, model = (hf.BertForMaskedLM(hf.BertConfig(**TINY)).double().eval() for _ in range(2))
+    model.train()
     ids = padded()["input_ids"]
     labels = torch.full_like(ids, -100)
     labels[1, 3] = labels[2, 9] = 7
@@ -169,7 +166,7 @@ def test_the_loss_and_its_gradients(case, weights):
     assert next(iter(output)) == "loss"
     torch.testing.assert_close(output.loss, expected)
     output.loss.backward()
-    assert_close(gradients(model), slopes)
+    torch.testing.assert_close(gradients(model), slopes)
 
 
 @pytest.mark.parametrize("weights", [{"kl": 0.7}, {"kl": 0.7, "task": 0.3}], ids=["kl", "kl and task"])
@@ -180,10 +177,9 @@ def test_four_small_batches_are_one_big_one(weights):
     with distill(model, teacher, **weights):
         model(**batch).loss.backward()
         expected = gradients(model)
-        for i in (0, 2, 4, 6):
-            small = {name: x[i : i + 2] for name, x in batch.items()}
-            model(**small, num_items_in_batch=items).loss.backward()
-    assert_close(gradients(model), expected)
+        for rows in zip(*(x.chunk(4) for x in batch.values())):
+            model(**dict(zip(batch, rows)), num_items_in_batch=items).loss.backward()
+    torch.testing.assert_close(gradients(model), expected)
 
 
 def test_square_head_is_weighted_by_the_share_of_the_predictions():
@@ -200,8 +196,7 @@ def test_a_batch_with_nothing_to_predict_is_zero():
     with distill(model, teacher):
         loss = model(**batch).loss
     loss.backward()
-    assert loss == 0
-    assert all(not slope.any() for slope in gradients(model).values())
+    assert not any(x.any() for x in (loss, *gradients(model).values()))
 
 
 def test_bfloat16_and_autocast():
@@ -246,7 +241,7 @@ def test_a_model_of_ones_own_with_labels_by_position():
 
 
 def trained(model: nn.Module, batch: dict[str, Tensor], folder: Any, size: int, steps: int) -> None:
-    rows = [{name: x[i] for name, x in batch.items()} for i in range(len(batch["labels"]))]
+    rows = [dict(zip(batch, row)) for row in zip(*batch.values())]
     settings: dict[str, Any] = {"max_steps": 2, "learning_rate": 1e-3, "lr_scheduler_type": "constant", "optim": "sgd"}
     settings |= {"per_device_train_batch_size": size, "gradient_accumulation_steps": steps, "max_grad_norm": 0.0}
     settings |= {"seed": 1, "use_cpu": True, "report_to": "none", "disable_tqdm": True}
@@ -260,9 +255,7 @@ def test_trainer_accumulates_gradients_as_in_one_big_batch(tmp_path):
     finals, counts = [], set()
     for size, steps in ((8, 1), (2, 4)):
         student = copy.deepcopy(model)
-        student.register_forward_pre_hook(
-            lambda module, args, kwargs: counts.add(int(kwargs["num_items_in_batch"])), with_kwargs=True
-        )
+        student.register_forward_pre_hook(lambda *seen: counts.add(int(seen[2][ITEMS])), with_kwargs=True)
         with distill(student, teacher):
             trained(student, batch, tmp_path, size, steps)
         mts.verify(student, "2:4")
@@ -274,8 +267,8 @@ def test_trainer_accumulates_gradients_as_in_one_big_batch(tmp_path):
         (oracle(expected, teacher, batch) * share).backward()
         torch.optim.SGD(expected.parameters(), lr=1e-3).step()
         expected.zero_grad()
-    assert_close(finals[1], finals[0])
-    assert_close(finals[0], dict(expected.named_parameters()))
+    torch.testing.assert_close(finals[1], finals[0])
+    torch.testing.assert_close(finals[0], dict(expected.named_parameters()))
     assert not torch.equal(model.model.norm.weight, expected.model.norm.weight)
 
 
@@ -306,9 +299,8 @@ def test_the_teacher_gives_back_more_than_the_text_does(run_script):
     printed = run_script("distill.py", *choice.split()).out
     rows = [[cell.strip() for cell in line.split("|")] for line in printed.splitlines() if "%" in line]
     left = {row[2]: float(row[5].removesuffix("%")) for row in rows}
-    assert left["KL"] <= 76
+    assert left["KL"] <= min(76, left["cross-entropy"] - 6)
     assert left["cross-entropy"] <= 85
-    assert left["KL"] <= left["cross-entropy"] - 6
 
 
 # what stays as it was -------------------------------------------------------------------------------------------------
@@ -320,19 +312,15 @@ def test_the_teacher_learns_nothing_and_is_asked_in_eval_mode():
     batch = padded()
     expected = oracle(model, teacher, batch)
     teacher.train()
-    before = Snapshot(teacher)
-    seen = []
-    with teacher.register_forward_hook(
-        lambda module, args, kwargs, output: seen.append((kwargs, output)), with_kwargs=True
-    ):
+    before, seen = Snapshot(teacher), []
+    with teacher.register_forward_hook(lambda *call: seen.append(call[2:]), with_kwargs=True):
         distill(model, teacher)  # nobody holds the handle
         loss = model(**batch, num_items_in_batch=torch.tensor(26)).loss
     torch.testing.assert_close(loss, expected)
     loss.backward()
     ((kwargs, output),) = seen
     assert kwargs.keys() == {"input_ids", "attention_mask", "use_cache"}
-    assert getattr(output, str(cache_name(model))) is None
-    assert not output.logits.requires_grad
+    assert (getattr(output, str(cache_name(model))), output.logits.requires_grad) == (None, False)
     assert all(p.grad is None for p in teacher.parameters())
     assert Snapshot(teacher).look == before.look
 
@@ -352,30 +340,28 @@ def test_eval_mode_and_remove_give_the_models_own_output():
     for one, look in zip((model, teacher), before):
         assert Snapshot(one).look == look.look
     for found in (*outputs, model(**batch)):
-        assert torch.equal(found.loss, own.loss)
-        assert found.keys() == own.keys()
+        assert (found.loss, found.keys()) == (own.loss, own.keys())
 
 
 def test_a_copy_of_the_model_copies_no_teacher():
     model, teacher = pair()
     with distill(model, teacher):
         (hook,) = copy.deepcopy(model)._forward_hooks.values()
-    cells = [cell.cell_contents for cell in hook.__closure__]
-    assert any(content is teacher for content in cells)
+    assert any(cell.cell_contents is teacher for cell in hook.__closure__)
 
 
 # refusals -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("weights", "message"),
-    [
-        ({"kl": 0}, "kl, task and square_head are all 0, so that there is no loss: give one of them a weight"),
-        ({"task": -1.0}, "task=-1.0: must be a number in [0, inf)"),
-        ({"square_head": float("nan")}, "square_head=nan: must be a number in [0, inf)"),
-        ({"temperature": 0.0}, "temperature=0.0: must be a number in (0, inf)"),
-    ],
-)
+NO_WEIGHTS = [
+    ({"kl": 0}, "kl, task and square_head are all 0, so that there is no loss: give one of them a weight"),
+    ({"task": -1.0}, "task=-1.0: must be a number in [0, inf)"),
+    ({"square_head": float("nan")}, "square_head=nan: must be a number in [0, inf)"),
+    ({"temperature": 0.0}, "temperature=0.0: must be a number in (0, inf)"),
+]
+
+
+@pytest.mark.parametrize(("weights", "message"), NO_WEIGHTS)
 def test_weights_that_are_none(weights, message):
     model, teacher = pair()
     assert refused(distill, model, teacher, **weights) == message
@@ -385,9 +371,8 @@ def test_a_loop_that_takes_another_loss_is_told():
     model, teacher = pair()
     with distill(model, teacher):
         output = model(**padded())
-        with pytest.warns(
-            UserWarning, match=r"trained by its logits, .*label_smoothing_factor.*, and not by output.loss"
-        ):
+        words = r"trained by its logits, .*label_smoothing_factor.*, and not by output.loss"
+        with pytest.warns(UserWarning, match=words):
             output.logits.log_softmax(-1).mean().backward()
         output = model(**padded())
         (output.loss + output.logits.square().mean()).backward()
@@ -460,15 +445,10 @@ def test_calls_that_are_refused(build, weights, batch, match):
 
 
 def test_a_call_with_a_cache():
-    model, teacher = pair()
-    ids, name = padded()["input_ids"], cache_name(model)
-    cache = {name: getattr(model(input_ids=ids, use_cache=True), name)}
+    (model, teacher), name = pair(), cache_name(pair()[0])
+    cache = {name: getattr(model(input_ids=IDS, use_cache=True), name)}
     with distill(model, teacher), pytest.raises(ValueError, match=r"a call with a cache: call model.eval\(\)"):
-        model(input_ids=ids, **cache)
-
-
-TINY = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-TINY |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+        model(input_ids=IDS, **cache)
 
 
 @pytest.mark.parametrize("base", [hf.BertForTokenClassification, hf.BertForMaskedLM])
@@ -492,8 +472,8 @@ def test_several_labels_of_a_sample_are_one_prediction():
 
 def test_square_head_of_layers_with_other_numbers_of_tokens():
     sizes = {"image_size": 32, "patch_size": 2, "embed_dim": 8, "depths": [1, 1, 1], "num_heads": [1, 2, 2]}
-    sizes |= {"drop_path_rate": 0.0}
-    model, teacher = (hf.SwinForImageClassification(hf.SwinConfig(**sizes, window_size=4)).train() for _ in range(2))
+    config = hf.SwinConfig(**sizes, window_size=4, drop_path_rate=0.0)
+    model, teacher = (hf.SwinForImageClassification(config).train() for _ in range(2))
     batch = {"pixel_values": torch.randn(2, 3, 32, 32)}
     states, taught = (each.eval()(**batch, output_hidden_states=True).hidden_states[1:] for each in (model, teacher))
     expected = sum((h - t).square().sum() / t.square().sum() for h, t in zip(states, taught)) / len(states)

@@ -81,9 +81,8 @@ def test_add_summaries_of_a_file_goes_to_logging(caplog):
     quiet = {"param_filter": "2.weight", "sparsity": 0.5, "add_summaries": False}
     with caplog.at_level(logging.INFO, "modelopt_sparse.training"):
         trained(training.configure([told, quiet]), steps=2)
-    assert caplog.messages == [
-        f"step {step}: sparsity/0.weight/{kind} 0.25" for step in (1, 2) for kind in ("target", "actual")
-    ]
+    lines = [f"step {step}: sparsity/0.weight/{kind} 0.25" for step in (1, 2) for kind in ("target", "actual")]
+    assert caplog.messages == lines
 
 
 def test_the_list_of_what_is_sparse_is_logged_as_debug(caplog):
@@ -92,18 +91,15 @@ def test_the_list_of_what_is_sparse_is_logged_as_debug(caplog):
     assert caplog.messages == [
         "sparse: 0.weight, static, 20 of 80 zeros",
         "sparse: 0.bias, static, 2 of 10 zeros",
-        "dense: 2.weight (no glob matches its name)",
-        "dense: 2.bias (no glob matches its name)",
+        *(f"dense: 2.{name} (no glob matches its name)" for name in ("weight", "bias")),
     ]
 
 
 def test_between_updates_a_list_of_levels_stays_at_the_last_one():
     model = nn.Linear(10, 10, bias=False)
     sparsity, seen = training.GMP([0.0, 0.9], update=2), []
-    optimizer = torch.optim.SGD(sparsity.apply(model).parameters(), lr=0.1)
-    sparsity.apply(optimizer)
+    optimizer = applied(sparsity, model)
     sparsity.add_summaries(lambda tag, value, step: seen.append(value))
     for _ in range(6):
-        model(torch.randn(3, 10)).sum().backward()
-        optimizer.step()
+        take_step(model(torch.randn(3, 10)).sum(), optimizer)
     assert seen[::2] == seen[1::2] == [0.0, 0.9, 0.9, 0.0, 0.0, 0.9]  # targets, actual levels

@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 import modelopt_sparse as mts
 from modelopt_sparse import training
 from modelopt_sparse.model.masking import named_masks
-from tests.helpers import assert_bits, tiny_llama, token_batches
+from tests.helpers import assert_bits, assert_same_state, state_of, tiny_llama, token_batches
+from tests.model.sparse_modules import lost_zeros
 from tests.training.cases import applied, take_step
 
 INCLUDE = "*weight"
@@ -171,14 +172,12 @@ def test_steps_that_a_grad_scaler_skips_do_not_count(fused):
     for step in range(9):
         optimizer.zero_grad()
         overflows = step % 3 == 1
-        loss = loss_of(model, data(done)) * (torch.inf if overflows else 1.0)
-        scaler.scale(loss).backward()
+        scaler.scale(loss_of(model, data(done)) * (torch.inf if overflows else 1.0)).backward()
         scaler.step(optimizer)
         scaler.update()
         done += not overflows
         assert sparsity.step == done
-        for name, mask in named_masks(model):
-            assert not model.get_parameter(name)[~mask].any()
+        assert not lost_zeros(model)
     assert_same_masks(model, plain(), weights=not fused)
 
 
@@ -214,8 +213,7 @@ def clipped_norms(dtype, scale):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("scale", [1.0, 1e-2, 1e-4])
 def test_the_clipped_norm_is_the_same_to_the_bit(dtype, scale):
-    without, with_faint = clipped_norms(dtype, scale)
-    assert_bits(without, with_faint)
+    assert_bits(*clipped_norms(dtype, scale))
 
 
 def test_in_float64_the_norm_is_the_same_to_eight_digits_and_with_tiny_kept_gradients_it_is_not():
@@ -275,8 +273,7 @@ def test_stop_and_resume(name, accelerate, tmp_path):
     assert "After 10 steps of training with" in str(sparsity.report())
     whole, _, optimizer = prepared(name, None)
     run(whole, optimizer, 10)
-    for one, two in zip(model.state_dict().values(), whole.state_dict().values()):
-        assert_bits(one, two)
+    assert_same_state(model, state_of(whole))
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -287,14 +284,12 @@ def test_each_of_several_optimizers_goes_on_at_its_own_step(late):
         model, sparsity = Mlp(), training.SET(0.75, include=INCLUDE, update=2)
         sparsity.apply(model)
         optimizers = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (model.first, model.second)]
-        if state is not None and late:
-            model.load_state_dict(state[0])
-            sparsity.load_state_dict(state[1])
-        for optimizer in optimizers:
-            sparsity.apply(optimizer)
-        if state is not None and not late:
-            model.load_state_dict(state[0])
-            sparsity.load_state_dict(state[1])
+        for turn in ("load", "apply") if late else ("apply", "load"):
+            if turn == "apply":
+                list(map(sparsity.apply, optimizers))
+            elif state is not None:
+                model.load_state_dict(state[0])
+                sparsity.load_state_dict(state[1])
         return model, sparsity, optimizers
 
     model, sparsity, (first, second) = prepared()
@@ -321,7 +316,7 @@ def test_functions_and_sets_are_named_alike_in_every_process():
     def ramp(step, final):
         return final
 
-    texts = [str(training.GMP(partial(ramp, final=0.5)).describe()), str(training.GMP(Ramp(0.5)).describe())]
+    texts = [str(training.GMP(each).describe()) for each in (partial(ramp, final=0.5), Ramp(0.5))]
     assert all("0x" not in text and "amp" in text and "0.5" in text for text in texts)
     assert training.GMP(Ramp(0.5)).describe() != training.GMP(Ramp(0.7)).describe()
     names = [f"{letter}.weight" for letter in "zyxwvutsabcdefg"]
@@ -347,27 +342,21 @@ def test_a_state_of_another_algorithm_or_of_other_masks_is_refused():
 
 def test_a_conv_net_trains_channels_last():
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(4, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 4, 3)).to(
-        memory_format=torch.channels_last
-    )
+    model: nn.Module = nn.Sequential(nn.Conv2d(4, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 4, 3))
+    model = model.to(memory_format=torch.channels_last)
     optimizer = applied(training.RigL(0.75, include="*.weight", update=1), model)
     for _ in range(3):
         x = torch.randn(2, 4, 8, 8).to(memory_format=torch.channels_last)
         take_step(F.mse_loss(model(x), x[..., 1:-1, 1:-1]), optimizer)
-        for name, mask in named_masks(model):
-            assert not model.get_parameter(name)[~mask].any()
-            assert int(mask.sum()) == mask.numel() // 4
+        assert not lost_zeros(model)
+        assert all(int(mask.sum()) == mask.numel() // 4 for _, mask in named_masks(model))
 
 
 def test_rows_of_a_run_under_masks_that_move_afterwards_say_so():
     model, (tokens, *more) = tiny_llama(), token_batches()
-    sparsity = training.RigL(0.8, scope="row", include="blocks", update=1)
-    sparsity.apply(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    sparsity.apply(optimizer)
+    optimizer = applied(training.RigL(0.8, scope="row", include="blocks", update=1), model)
     mts.sparsify(model, "sparsegpt", pattern="90%", data_loader=more, progress=False)
-    model(input_ids=tokens, labels=tokens).loss.backward()
-    optimizer.step()
+    take_step(model(input_ids=tokens, labels=tokens).loss, optimizer)
     masks = dict(mts.named_masks(model))
     for row in mts.report(model).layers:
         assert row.zeros == int((~masks[row.parameter]).sum()) < 0.85 * row.size

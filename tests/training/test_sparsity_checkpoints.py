@@ -11,13 +11,14 @@ import transformers as hf
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments
 
 import modelopt_sparse as mts
 from modelopt_sparse import training
 from modelopt_sparse.checkpoint.save import add_masks
 from modelopt_sparse.model.masking import named_masks
-from tests.helpers import assert_bits, assert_same_state, state_of, tiny_llama, token_batches
+from tests.helpers import assert_bits, assert_same_state, plain_from_pretrained, state_of, tiny_llama, token_batches
+from tests.training.cases import masks_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # Trainer warns of its own options
 ROWS = torch.cat(token_batches(8))
@@ -75,31 +76,28 @@ def test_checkpoints_load_with_masks_and_without(finished, name):
         assert torch.equal(mask, wanted[f"{parameter}_mask"][1])
     assert mts.report(model).settings["training"]["step"] == 6
     mts.verify(folder / "checkpoint-6")
-    plain, info = AutoModelForCausalLM.from_pretrained(folder / "checkpoint-6", output_loading_info=True)
-    assert not info["missing_keys"]
-    assert not info["unexpected_keys"]
+    plain = plain_from_pretrained(folder / "checkpoint-6")
     for parameter in masks:
         assert torch.equal(plain.get_parameter(parameter), wanted[parameter][1])
 
 
-def test_the_best_checkpoint_comes_back_with_its_masks(tmp_path):
+def test_the_best_checkpoint_comes_back_with_its_masks(tmp_path, monkeypatch):
     model, sparsity = tiny_llama(), ALGORITHMS["rigl"]()
     losses = iter([1.0, 2.0, 3.0])  # the first evaluation is the best
 
-    class Judged(Trainer):
-        def evaluate(self, *args, **kwargs):
-            metrics = {"eval_loss": next(losses)}
-            self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
-            return metrics
-
     options = {"eval_strategy": "steps", "eval_steps": 2, "save_steps": 2, "load_best_model_at_end": True}
-    arguments = trainer(tmp_path, model, sparsity, **options).args
-    callbacks = [training.SparsityCallback(sparsity)]
+    judged = trainer(tmp_path, model, sparsity, **options)
+
+    def evaluate(*args, **kwargs):
+        metrics = {"eval_loss": next(losses)}
+        judged.control = judged.callback_handler.on_evaluate(judged.args, judged.state, judged.control, metrics)
+        return metrics
+
+    monkeypatch.setattr(judged, "evaluate", evaluate)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", ".* were written to pruned places")
-        Judged(model, arguments, train_dataset=DATA, eval_dataset=DATA[:4], callbacks=callbacks).train()
-    best = mts.load(tmp_path / "checkpoint-2")
-    last = mts.load(tmp_path / "checkpoint-6")
+        judged.train()
+    best, last = (mts.load(tmp_path / f"checkpoint-{step}") for step in (2, 6))
     assert_same_state(model, state_of(best))
     assert any(not torch.equal(mask, dict(named_masks(last))[name]) for name, mask in named_masks(best))
 
@@ -112,19 +110,14 @@ def set_at(level):
 def test_sparse_ift_resumes_saves_reports_and_exports(member, tmp_path):
     """A model that the same call has rewritten takes the checkpoint, and goes on to the bits of a run that did not
     stop."""
-    ifts = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        ifts.append(training.sparse_ift(tiny_llama(), 0.5, member, rule=set_at))
-    whole, again = ifts
+    whole, again = (training.sparse_ift(tiny_llama(), 0.5, member, rule=set_at) for _ in range(2))
     trainer(tmp_path, whole.model, whole.sparsity).train()
     wanted = state_of(whole.model)
     shutil.rmtree(tmp_path / "checkpoint-6")
     trainer(tmp_path, again.model, again.sparsity).train(resume_from_checkpoint=True)
     assert_same_state(again.model, wanted)
-    verification = mts.verify(again.model)
     masked = {name.removesuffix(".weight") for name, _ in named_masks(again.model)}
-    assert {layer.name for layer in verification.layers} == masked
+    assert {layer.name for layer in mts.verify(again.model).layers} == masked
     assert {layer.recipe for layer in mts.report(again.model).layers} == {"set"}
     mts.save(again.model, tmp_path / "saved")
     restored = training.sparse_ift(tiny_llama(), 0.5, member).model
@@ -152,16 +145,13 @@ def test_plain_modules_whose_checkpoints_hold_masks_themselves(tmp_path):
             logits = self.head(self.inner(self.embed(input_ids)).relu())
             return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
 
-    def sparsity():
-        return training.RigL(0.5, include="inner.weight", update=2)
+    def train(resume=True):
+        trainer(tmp_path, model := Plain(), training.RigL(0.5, include="inner.weight", update=2)).train(resume)
+        return model
 
-    model = Plain()
-    trainer(tmp_path, model, sparsity()).train()
-    wanted = state_of(model)
+    model = train(resume=False)
     shutil.rmtree(tmp_path / "checkpoint-6")
-    again = Plain()
-    trainer(tmp_path, again, sparsity()).train(resume_from_checkpoint=True)
-    assert_same_state(again, wanted)
+    assert_same_state(train(), state_of(model))
 
     shutil.rmtree(tmp_path / "checkpoint-6")
     file = tmp_path / "checkpoint-3" / "model.safetensors"
@@ -169,10 +159,10 @@ def test_plain_modules_whose_checkpoints_hold_masks_themselves(tmp_path):
     weights["inner.weight_mask"] = ~weights["inner.weight_mask"]
     save_file(weights, file, metadata={"format": "pt"})
     with pytest.raises(ValueError, match="checkpoint-3"):
-        trainer(tmp_path, Plain(), sparsity()).train(resume_from_checkpoint=True)
+        train()
     add_masks(model, tmp_path / "checkpoint-3")  # hashes are right now, and the masks those of the end
     with pytest.raises(ValueError, match=r"(?s)checkpoint-3.*'inner\.weight_mask' is not the same in the weight files"):
-        trainer(tmp_path, Plain(), sparsity()).train(resume_from_checkpoint=True)
+        train()
 
 
 # checkpoints that do not fit ----------------------------------------------------------------------------------------
@@ -200,16 +190,16 @@ def copied(*names):
     return change
 
 
-@pytest.mark.parametrize(
-    ("change", "algorithm", "match"),
-    [
-        (lambda folder, _: (folder / "sparsity.json").unlink(), "rigl", r"holds no masks .sparsity\.json.*resume_from"),
-        (copied("sparsity.json", "sparsity_masks.safetensors"), "rigl", r"cannot be restored.*its hash differs"),
-        (copied("model.safetensors"), "rigl", r"cannot be restored.*its hash differs"),
-        (copied(), "set", "is of another algorithm, or was trained with other options"),
-    ],
-    ids=["no masks", "masks of another one", "weights of another one", "another algorithm"],
-)
+MASKS = ("sparsity.json", "sparsity_masks.safetensors")
+MISFITS = {
+    "no masks": (lambda at, _: (at / "sparsity.json").unlink(), "rigl", r"holds no masks .sparsity\.json.*resume_from"),
+    "masks of another one": (copied(*MASKS), "rigl", r"cannot be restored.*its hash differs"),
+    "weights of another one": (copied("model.safetensors"), "rigl", r"cannot be restored.*its hash differs"),
+    "another algorithm": (copied(), "set", "is of another algorithm, or was trained with other options"),
+}
+
+
+@pytest.mark.parametrize(("change", "algorithm", "match"), MISFITS.values(), ids=list(MISFITS))
 def test_checkpoints_that_do_not_fit_stop(checkpoint, finished, change, algorithm, match):
     change(checkpoint / "checkpoint-3", finished("rigl")[0] / "checkpoint-6")
     with pytest.raises(ValueError, match=f"checkpoint-3' {match}"):
@@ -253,15 +243,14 @@ def test_a_second_train_with_the_same_callback_goes_on(tmp_path):
     model, sparsity = tiny_llama(), ALGORITHMS["rigl"]()
     trained = trainer(tmp_path, model, sparsity)
     trained.train()
-    first, masks = sparsity.step, {name: mask.clone() for name, mask in mts.named_masks(model)}
+    first, masks = sparsity.step, masks_of(model)
     trained.train()
     assert sparsity.step == 2 * first
     assert not all(torch.equal(mask, masks[name]) for name, mask in mts.named_masks(model))
     mts.verify(model)
     wanted = state_of(model)
     shutil.rmtree(tmp_path / "checkpoint-6")
-    again = ALGORITHMS["rigl"]()
-    resumed = tiny_llama()
+    again, resumed = ALGORITHMS["rigl"](), tiny_llama()
     trainer(tmp_path, resumed, again).train(resume_from_checkpoint=True)  # of the second train(), at our step 9
     assert again.step == 2 * first
     assert_same_state(resumed, wanted)

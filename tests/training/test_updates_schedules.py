@@ -57,32 +57,32 @@ NO_UPDATE = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("parse", "value", "match"),
-    [
-        *((partial(parse_schedule, option="sparsity"), *row) for row in NO_SCHEDULE),
-        *((parse_update, *row) for row in NO_UPDATE),
-    ],
-)
+WRONG = [
+    *((partial(parse_schedule, option="sparsity"), *row) for row in NO_SCHEDULE),
+    *((parse_update, *row) for row in NO_UPDATE),
+]
+
+
+@pytest.mark.parametrize(("parse", "value", "match"), WRONG)
 def test_what_is_no_schedule_and_no_update(parse, value, match):
     with pytest.raises(ValueError, match=match):
         parse(value)
 
 
-@pytest.mark.parametrize(
-    ("update", "fires"),
-    [
-        (None, list(range(21))),
-        (1, list(range(21))),
-        (7, [0, 7, 14]),
-        ({"freq": 5}, [0, 5, 10, 15, 20]),
-        ({"freq": 5, "start": 3}, [3, 8, 13, 18]),
-        ({"freq": 5, "start": 5, "stop": 15}, [5, 10]),  # start is among them, stop is not
-        ({"freq": 5, "stop": None}, [0, 5, 10, 15, 20]),
-        ({"steps": [4, 2, 17]}, [2, 4, 17]),
-        (lambda step: step % 6 == 1, [1, 7, 13, 19]),
-    ],
-)
+UPDATES = [
+    (None, list(range(21))),
+    (1, list(range(21))),
+    (7, [0, 7, 14]),
+    ({"freq": 5}, [0, 5, 10, 15, 20]),
+    ({"freq": 5, "start": 3}, [3, 8, 13, 18]),
+    ({"freq": 5, "start": 5, "stop": 15}, [5, 10]),  # start is among them, stop is not
+    ({"freq": 5, "stop": None}, [0, 5, 10, 15, 20]),
+    ({"steps": [4, 2, 17]}, [2, 4, 17]),
+    (lambda step: step % 6 == 1, [1, 7, 13, 19]),
+]
+
+
+@pytest.mark.parametrize(("update", "fires"), UPDATES)
 def test_the_steps_of_updates(update, fires):
     schedule = parse_update(update)
     assert [step for step in range(21) if schedule.fires(step)] == fires
