@@ -169,7 +169,8 @@ class Snapshot:
             self.look["attributes", path] = set(vars(module))
             self.look["flags", path] = (module.training, use_cache, [len(getattr(module, kind)) for kind in hooks])
             for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
-                as_bytes = tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+                values = tensor.detach().contiguous().flatten()
+                as_bytes = None if tensor.is_meta else values.view(torch.uint8).numpy().tobytes()
                 about = (tensor.dtype, tensor.shape, tensor.requires_grad)
                 self.look["tensor", f"{path}.{name}".strip(".")] = (id(module), about, as_bytes)
         for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -178,26 +179,29 @@ class Snapshot:
 
 def refused(
     call: Callable[..., Any],
-    model: nn.Module,
     *arguments: Any,
     match: str | None = None,
     parts: Sequence[str] = (),
-    error: type[BaseException] = ValueError,
+    error: type[BaseException] | tuple[type[BaseException], ...] = ValueError,
     **options: Any,
 ) -> str:
-    """``call(model, *arguments, **options)`` raises an ``error``, and the model is as it was -> the message.
+    """``call(*arguments, **options)`` raises an ``error`` -> the message, which the pattern ``match`` fits, and which
+    holds all ``parts``.
 
-    The pattern ``match`` fits the message, which holds all ``parts``, and every path among the arguments.
+    If the first argument is a model, it is as it was, and the message holds every path among the others.
     """
-    before = Snapshot(model)
+    model = arguments[0] if arguments and isinstance(arguments[0], nn.Module) else None
+    before = None if model is None else Snapshot(model)
     with pytest.raises(error, match=match) as caught:
-        call(model, *arguments, **options)
+        call(*arguments, **options)
     message = str(caught.value)
-    for part in [*parts, *(str(argument) for argument in arguments if isinstance(argument, Path))]:
+    paths = [str(argument) for argument in arguments if model is not None and isinstance(argument, Path)]
+    for part in [*parts, *paths]:
         assert part in message, message
-    after = Snapshot(model)
-    changed = [key for key in {**before.look, **after.look} if before.look.get(key) != after.look.get(key)]
-    assert not changed, changed
+    if model is not None and before is not None:
+        after = Snapshot(model)
+        changed = [key for key in {**before.look, **after.look} if before.look.get(key) != after.look.get(key)]
+        assert not changed, changed
     return message
 
 

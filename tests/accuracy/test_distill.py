@@ -121,10 +121,13 @@ def test_only_kept_weights_norms_and_biases_change():
             assert torch.equal(model.get_parameter(name) != 0, mask)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"distill": {"learning_rate": 10}}, {"distill": {"epochs": 1}, "reconstruct": {"epochs": 1, "masks": "move"}}],
-)
+NEVER_WORSE = [
+    {"distill": {"learning_rate": 10}},
+    {"distill": {"epochs": 1}, "reconstruct": {"epochs": 1, "masks": "move"}},
+]
+
+
+@pytest.mark.parametrize("options", NEVER_WORSE)
 @pytest.mark.parametrize("data", ["few", "constant"])
 def test_never_worse_on_what_is_held_back(options, data):
     batches = token_batches(3) if data == "few" else [torch.full((2, 16), 5)] * 4
@@ -143,8 +146,7 @@ def test_never_worse_on_what_is_held_back(options, data):
 
 
 @pytest.mark.parametrize(
-    ("judged", "best"),
-    [([0.5, 0.2, 0.4], 2), ([0.5, 0.4, 0.2], 3), ([0.5, 0.6, 0.7], 1), ([2.0, 3.0, 4.0], 0)],
+    ("judged", "best"), [([0.5, 0.2, 0.4], 2), ([0.5, 0.4, 0.2], 3), ([0.5, 0.6, 0.7], 1), ([2.0, 3.0, 4.0], 0)]
 )
 def test_the_values_of_the_best_epoch_are_kept(judged, best):
     """Not those of the last; and of no epoch if none is better than before."""
@@ -379,8 +381,7 @@ def test_blocks_keep_no_activations(monkeypatch):
 
 
 def test_report_and_plan_say_it():
-    model = sparsified()
-    report = mts.report(model)
+    report = mts.report(sparsified())
     text = " ".join(report.text().split())
     kls = f"KL from the dense model {report.distillation.kl_before:.4f} -> {report.distillation.kl_after:.4f} nats"
     assert kls in text
@@ -447,8 +448,7 @@ def test_what_is_refused(tmp_path):
     refused(sparsified, encoder_decoder(), data_loader=pairs(), output=1, match="output=1 counts the loss.*a name")
     shrinking = {"blocks": 1, "data_loader": token_batches(), "progress": False}
     refused(mts.shrink, centred, **shrinking, match="the output head .*: give output=")
-    with pytest.raises(ValueError, match="distill calls the model itself"):
-        mts.SparsifyConfig(forward_loop=print, distill=True)
+    refused(mts.SparsifyConfig, forward_loop=print, distill=True, match="distill calls the model itself")
     refused(mts.sparsify, tiny_llama(), "magnitude", match="distill needs calibration data", distill=True)
     tiny_llama().save_pretrained(tmp_path / "dense")
     with pytest.raises(ValueError, match="distill runs the whole model, which"):
@@ -523,8 +523,7 @@ LEFT_OUT = [
 def test_quality_max_leaves_out_what_the_model_cannot_have(why, more):
     """The report says so; asked for by name, it is an error."""
     model = TwoOutputs(tiny_llama().config)
-    mts.sparsify(model, None, quality="max", pattern="2:4", reconstruct=1, progress=False, **more)
-    report = mts.report(model)
+    report = mts.report(mts.sparsify(model, None, quality="max", pattern="2:4", reconstruct=1, progress=False, **more))
     assert [note for note in report.notes if note.startswith("no distillation: ") and why in note]
     assert report.distillation is None
     assert report.settings["distill"] is None

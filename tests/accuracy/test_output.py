@@ -169,8 +169,7 @@ def test_a_budget_measures_plans(case):
     """As the finished model is, whose layers were solved on inputs of the dense one."""
     model, dense, batches = model_of(case), model_of(case), batches_of()
     how = {"sequential": "none", "progress": False, **CASES[case][1]}
-    mts.sparsify(model, "sparsegpt", budget="40% zeros", data_loader=batches, **how)
-    report = mts.report(model)
+    report = mts.report(mts.sparsify(model, "sparsegpt", budget="40% zeros", data_loader=batches, **how))
     said = report.settings["budget"]
     judging = in_steps(batches)[-1:]
     assert said["tried"][said["taken"]][1] == pytest.approx(apart(case, dense, model, judging), rel=1e-3)
@@ -188,8 +187,7 @@ def test_distillation_comes_closer(case):
 
 def test_blocks_go_by_what_the_model_puts_out(case):
     model, dense, batches = model_of(case, 3), model_of(case, 3), batches_of()
-    mts.shrink(model, blocks=1, data_loader=batches, progress=False, **CASES[case][1])
-    shrunk = mts.report(model).shrunk
+    shrunk = mts.report(mts.shrink(model, blocks=1, data_loader=batches, progress=False, **CASES[case][1])).shrunk
     assert shrunk.kl["as is"] == pytest.approx(apart(case, dense, model, batches[-1:]), rel=1e-3)
     divergences = [*shrunk.tried[0].values()]
     stays = [place for place in range(3) if place != divergences.index(min(divergences))]
@@ -275,8 +273,7 @@ def test_a_net_that_puts_out_images():
     model = Convolutions()
     images = [torch.randn(4, 3, 8, 8) for _ in range(5)]
     how = {"reconstruct": {"epochs": 1, "metric": "auto"}, "distill": 1, "include": "*", "progress": False}
-    mts.sparsify(model, "sparsegpt", budget="30% zeros", data_loader=images, **how)
-    report = mts.report(model)
+    report = mts.report(mts.sparsify(model, "sparsegpt", budget="30% zeros", data_loader=images, **how))
     assert report.distillation.kl_after <= report.distillation.kl_before < 1
     assert any("no gradient of the output reaches a block" in note for note in report.notes)
     printed = report.text().replace("\n  ", " ")
@@ -348,9 +345,8 @@ def test_a_head_goes_beside_its_logits_alone():
     report = mts.report(model).distillation
     with torch.no_grad():
         held_back = judging_outputs(in_steps(batches))
-        dense, sparse = (
-            torch.cat([each(**step).logits.tanh().double() for step in held_back]) for each in (tiny_llama(), model)
-        )
+        outputs = [[each(**step).logits.tanh() for step in held_back] for each in (tiny_llama(), model)]
+        dense, sparse = (torch.cat(of_model).double() for of_model in outputs)
     wanted = (dense - sparse).square().sum() / (dense - dense.mean()).square().sum()
     assert report.kl_after == pytest.approx(float(wanted), rel=1e-3)
 
@@ -374,8 +370,7 @@ REFUSED = {
 @pytest.mark.parametrize("message", REFUSED)
 def test_outputs_that_are_refused(message):
     output, which, by = REFUSED[message]
-    with pytest.raises(OutputError, match=message):
-        Output.of(output, which, by, None)
+    refused(Output.of, output, which, by, None, match=message, error=OutputError)
 
 
 OPTIONS = {

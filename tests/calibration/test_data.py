@@ -103,8 +103,7 @@ LEFT_OUT = {  # batches of which the model takes the first entry -> whether anot
 @pytest.mark.parametrize("case", LEFT_OUT)
 def test_entries_of_batches_that_may_be_inputs_are_noted_where_they_are_left_out(case):
     batches, noted = LEFT_OUT[case]
-    model = tiny_llama()
-    mts.sparsify(model, "wanda", data_loader=batches * 2, progress=False)
+    model = mts.sparsify(tiny_llama(), "wanda", data_loader=batches * 2, progress=False)
     notes = [note for note in mts.report(model).notes if "first entry of each batch alone" in note]
     assert len(notes) == noted
 
@@ -214,8 +213,7 @@ def test_tensors_in_objects_move_as_well(kind):
     batch = make(torch.ones(3, 4))
     moved = map_batch(lambda x: x.double(), batch)
     assert type(moved) is type(batch)
-    assert take(moved).dtype == torch.float64
-    assert take(batch).dtype == torch.float32
+    assert (take(moved).dtype, take(batch).dtype) == (torch.float64, torch.float32)
     assert take(map_batch(lambda x: x, batch)) is take(batch) or kind == "objects in a list"
 
 

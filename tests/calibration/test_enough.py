@@ -50,8 +50,7 @@ def warned_by(model: nn.Module, method: str, **options: Any) -> list[str]:
 def test_a_layer_with_dead_channels_has_the_zeros_that_its_report_says(method, pattern):
     """Half of its weights, those of the dead channels included, which keep their dense values; and a note."""
     dense = llama_with_dead_units()
-    model = copy.deepcopy(dense)
-    mts.sparsify(model, method, pattern=pattern, data_loader=token_batches(), progress=False)
+    model = mts.sparsify(copy.deepcopy(dense), method, pattern=pattern, data_loader=token_batches(), progress=False)
     mts.verify(model, pattern)
     for layer in mts.report(model).layers:
         if not layer.name.endswith("down_proj"):
@@ -105,8 +104,7 @@ def test_the_steps_beside_a_method_leave_dead_channels_their_share(method, more)
 def test_a_budget_takes_such_layers(kind):
     model, data = (llama_with_dead_units(), token_batches()) if kind == "dead channels" else (silent(), vectors())
     options: dict[str, Any] = {"budget": "50% zeros", "choices": "dense,40%,60%", "data_loader": data}
-    mts.sparsify(model, "wanda", **options, progress=False)
-    layers = mts.report(model).layers
+    layers = mts.report(mts.sparsify(model, "wanda", **options, progress=False)).layers
     for layer in layers:
         if not layer.name.endswith("up_proj"):  # whose units were zero before
             assert layer.zeros == zeros_in(model.get_submodule(layer.name).weight)
@@ -220,8 +218,7 @@ def test_an_expert_that_saw_nothing_but_zeros_is_one_without_tokens(how, limit):
     model = mixtral_with_a_silent_expert()
     before = {name: x.detach().clone() for name, x in model.named_parameters()}
     options: dict[str, Any] = {"experts": how, "min_tokens": 16, "memory_limit": limit}
-    batches = token_batches(20, vocab=53)
-    mts.sparsify(model, "sparsegpt", data_loader=batches, progress=False, **options)
+    mts.sparsify(model, "sparsegpt", data_loader=token_batches(20, vocab=53), progress=False, **options)
     for layer in mts.report(model).layers:
         if not layer.name.endswith("experts.down_proj"):
             continue
@@ -235,8 +232,7 @@ def test_an_expert_that_saw_nothing_but_zeros_is_one_without_tokens(how, limit):
         dead = ["24 of 96 input channels were zero on all calibration data (dead)"] if how == "all_tokens" else []
         assert layer.notes[1:] == dead
         if how != "pool":
-            by_size = reference.nm_mask(before[layer.parameter][2].abs(), 2, 4)
-            assert torch.equal(weight[2] != 0, by_size)
+            assert torch.equal(weight[2] != 0, reference.nm_mask(before[layer.parameter][2].abs(), 2, 4))
 
 
 def test_an_expert_in_a_list_that_saw_nothing_but_zeros():
@@ -248,12 +244,9 @@ def test_an_expert_in_a_list_that_saw_nothing_but_zeros():
     mts.sparsify(model, "wanda", data_loader=vectors(10), min_tokens=8, progress=False)
     first, second = (layer for layer in mts.report(model).layers if "experts" in layer.name)
     assert first.tokens > 16
-    assert second.tokens == 0
-    assert second.notes == [
-        "experts with fewer than 8 tokens were filled up to 8 from the tokens of all experts: this one (0)"
-    ]
-    masks = [expert.weight != 0 for expert in model.blocks[0].experts]
-    assert not torch.equal(*masks)
+    note = "experts with fewer than 8 tokens were filled up to 8 from the tokens of all experts: this one (0)"
+    assert (second.tokens, second.notes) == (0, [note])
+    assert not torch.equal(*(expert.weight != 0 for expert in model.blocks[0].experts))
     mts.verify(model, "2:4")
 
 

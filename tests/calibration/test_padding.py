@@ -611,9 +611,8 @@ def test_padding_alone_is_no_data():
 def test_batches_of_padding_alone_judge_nothing():
     batches = [{"input_ids": ids, "attention_mask": torch.ones_like(ids)} for ids in token_batches()]
     padding = {name: torch.zeros_like(x) for name, x in batches[0].items()}
-    models = [
-        mts.shrink(tiny_llama(), mlp=0.25, data_loader=data, progress=False) for data in (batches, [*batches, padding])
-    ]
+    options = {"mlp": 0.25, "progress": False}
+    models = [mts.shrink(tiny_llama(), data_loader=data, **options) for data in (batches, [*batches, padding])]
     assert_same_state(models[1], state_of(models[0]))
     whole, left_out = map(mts.report, models)
     assert whole.shrunk.kl == left_out.shrunk.kl

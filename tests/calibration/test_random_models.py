@@ -147,8 +147,9 @@ def differs(seed: int, sequential: str) -> str:
         model(batch)
 
     names = [name for name, module in dense.named_modules() if isinstance(module, Block)]
-    reached = [name for name in names if brute_force(dense, data, [name], call=call).tokens]
-    layers = {layer for name in reached for layer in brute_force(dense, data, [name], call=call).tokens}
+    tokens = {name: brute_force(dense, data, [name], call=call).tokens for name in names}
+    reached = [name for name in names if tokens[name]]
+    layers = {layer for name in reached for layer in tokens[name]}
     left = [f"{name}.*" for name in names if name not in reached]
     left += [layer for name in reached for layer in matrices_of(dense, [name]) if layer not in layers]
     matrices = {name: x.clone() for name, x in matrices_of(dense, reached).items() if name in layers}

@@ -13,7 +13,7 @@ from torch import Tensor
 import modelopt_sparse as mts
 from modelopt_sparse.calibration.data import Call, chat_prompts, documents_of, load_calls, open_dataset, tokens_of
 from modelopt_sparse.plan.options import SparsifyConfig, is_data_set
-from tests.helpers import tiny_llama
+from tests.helpers import refused, tiny_llama
 
 datasets = pytest.importorskip("datasets", reason="the extra datasets is not installed")
 Dataset = datasets.Dataset
@@ -57,6 +57,7 @@ def test_a_data_set_is_its_texts(tokenizer, data):
 
 
 SPLITS = {name: Dataset.from_dict({"text": TEXTS}) for name in ("train", "test")}
+OTHER_KEYS = [{"prompt": "a", "answer": "b"}]
 NO_DATA = [
     (TABLE, ValueError, r"has no column .* data_set\['name'\]"),
     # load_dataset without a split gives one: its keys are strings, and no documents
@@ -64,27 +65,19 @@ NO_DATA = [
     (5, TypeError, "data is a int: give a Path, a data set or its name"),
     (["a text", None], TypeError, "strings or chats .*, and row 1 a NoneType: give token tensors as data_loader"),
     (b"bytes", TypeError, "data is a bytes: give a Path, a data set or its name"),
-    (
-        [{"prompt": "a", "answer": "b"}],
-        TypeError,
-        "row 0 of data has no 'text' or 'messages', but prompt; answer: give",
-    ),
+    (OTHER_KEYS, TypeError, "row 0 of data has no 'text' or 'messages', but prompt; answer: give"),
 ]
 
 
-@pytest.mark.parametrize(
-    ("data", "error", "words"), NO_DATA, ids=["no column", "splits", "int", "None", "bytes", "keys"]
-)
+@pytest.mark.parametrize(("data", "error", "words"), NO_DATA)
 def test_what_is_no_data(data, error, words):
-    with pytest.raises(error, match=words):
-        documents_of(data)
+    refused(documents_of, data, match=words, error=error)
 
 
 def test_a_folder_with_files_of_several_kinds_is_refused(tmp_path):
     for name in ("a.csv", "b.jsonl", "README.md"):
         (tmp_path / name).write_text("text\n")
-    with pytest.raises(ValueError, match=r"holds files of several kinds \(.csv, .jsonl\): give one of them"):
-        documents_of(tmp_path)
+    refused(documents_of, tmp_path, match=r"holds files of several kinds \(.csv, .jsonl\): give one of them")
 
 
 @pytest.mark.parametrize("form", ["jsonl", "saved", "json"])
@@ -156,15 +149,13 @@ def test_files_that_cannot_be_read_and_odd_text(chatting, tmp_path):
     broken, odd = tmp_path / "broken.JSON", tmp_path / "odd.JSONL"
     broken.write_text('{"text": "a"')
     odd.write_text('{"text": "a \\ud83d b"}\n')
-    with pytest.raises(ValueError, match=r"broken.JSON' cannot be loaded as a data set: JSON parse error"):
-        open_dataset(broken)
+    refused(open_dataset, broken, match=r"broken.JSON' cannot be loaded as a data set: JSON parse error")
     assert documents_of(odd) == documents_of(["a \ud83d b"]) == ["a ? b"]
     tokenizer = copy.copy(chatting)
     tokenizer.chat_template = "{{ raise_exception('no system') }}"
     words = "the chat template does not take a chat of system; user: no system"
     chat = [{"role": role, "content": "x"} for role in ("system", "user")]
-    with pytest.raises(ValueError, match=words):
-        tokens_of([chat], tokenizer)
+    refused(tokens_of, [chat], tokenizer, match=words)
 
 
 def test_a_data_set_that_cannot_be_had(tokenizer, tmp_path, monkeypatch):
@@ -172,13 +163,10 @@ def test_a_data_set_that_cannot_be_had(tokenizer, tmp_path, monkeypatch):
         raise FileNotFoundError("no such set")
 
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
-    with pytest.raises(ValueError, match="data 'org/set' cannot be loaded as a data set: no such set"):
-        tokens_of("org/set", tokenizer)
-    with pytest.raises(ValueError, match="is not a file: give a"):
-        tokens_of(tmp_path / "nowhere", tokenizer)
+    refused(tokens_of, "org/set", tokenizer, match="data 'org/set' cannot be loaded as a data set: no such set")
+    refused(tokens_of, tmp_path / "nowhere", tokenizer, match="is not a file: give a")
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ValueError, match=r'not installed: pip install "modelopt-sparse\[datasets\]"'):
-        tokens_of("org/set", tokenizer)
+    refused(tokens_of, "org/set", tokenizer, match=r'not installed: pip install "modelopt-sparse\[datasets\]"')
 
 
 # chats ----------------------------------------------------------------------------------------------------------------
@@ -194,8 +182,7 @@ def test_chats_go_through_the_template(chatting, tokenizer, tmp_path):
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in (CHAT, toned)))
     for form in ([CHAT, toned], data, data["messages"], tmp_path / "chats.jsonl"):
         assert tokens_of(form, chatting).tolist() == expected
-    with pytest.raises(ValueError, match="has no chat template: give that of the chat model"):
-        tokens_of([CHAT], tokenizer)
+    refused(tokens_of, [CHAT], tokenizer, match="has no chat template: give that of the chat model")
 
 
 # images ---------------------------------------------------------------------------------------------------------------
@@ -239,11 +226,9 @@ def test_chats_with_images_go_through_the_processor_one_by_one():
 
 def test_a_processor_goes_with_data_of_images_and_without_a_tokenizer():
     for options in ({}, {"data": ["x"], "tokenizer": print}):
-        with pytest.raises(ValueError, match="processor= makes the model's inputs of images"):
-            SparsifyConfig(processor=print, **options)
+        refused(SparsifyConfig, processor=print, **options, match="processor= makes the model's inputs of images")
     for data in (["a text"], [CHAT]):
-        with pytest.raises(ValueError, match="processor= is for images: give tokenizer= in its place"):
-            calls_of(data=data, processor=print)
+        refused(calls_of, data=data, processor=print, match="processor= is for images: give tokenizer= in its place")
 
 
 # forms of rows and files ----------------------------------------------------------------------------------------------
@@ -264,8 +249,7 @@ def test_a_table_in_a_file_is_read_by_its_kind(tmp_path, kind, monkeypatch):
     getattr(table, f"to_{kind}")(str(path))
     assert documents_of(path) == TEXTS
     getattr(table.rename_column("text", "what"), f"to_{kind}")(str(tmp_path / f"y.{kind}"))
-    with pytest.raises(ValueError, match="the data set has no column text"):
-        documents_of(tmp_path / f"y.{kind}")
+    refused(documents_of, tmp_path / f"y.{kind}", match="the data set has no column text")
 
 
 def test_rows_in_place_of_batches_are_told_to_be_collated(tokenizer):
@@ -287,8 +271,7 @@ def test_the_report_names_the_source_of_its_data(tokenizer, tmp_path):
     ]
     for options, source in cases:
         model = tiny_llama(vocab_size=len(tokenizer)) if "data" in options else tiny_llama()
-        mts.sparsify(model, "wanda", progress=False, **options)
-        calibration = mts.report(model).calibration
+        calibration = mts.report(mts.sparsify(model, "wanda", progress=False, **options)).calibration
         assert (calibration["source"], len(calibration["sha256"])) == (source, 64)
 
 
@@ -349,8 +332,7 @@ def test_a_run_that_reads_chats_twice_reads_the_same(chatting):
 
 def test_the_column_of_a_stream_has_to_be_known(tokenizer):
     rows = streamed(lambda: itertools.repeat("x"), "a", b="y")
-    with pytest.raises(ValueError, match=r"no column text or messages .* of a; b"):
-        windows_of(rows, tokenizer)
+    refused(windows_of, rows, tokenizer, match=r"no column text or messages .* of a; b")
 
 
 def test_a_stream_of_images():

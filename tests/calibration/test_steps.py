@@ -123,8 +123,7 @@ def test_the_same_rows_in_other_batches_give_the_same_result(build, options):
     ids = torch.randint(3, 97, (256, 24), generator=torch.Generator().manual_seed(1))
     weights = []
     for sizes in (32, 4, [100, 1, 155]):
-        model = build().double()
-        mts.sparsify(model, pattern="2:4", data_loader=ids.split(sizes), progress=False, **options)
+        model = mts.sparsify(build().double(), pattern="2:4", data_loader=ids.split(sizes), progress=False, **options)
         weights.append(dict(model.named_parameters()))
     for other in weights[1:]:
         for name, weight in weights[0].items():

@@ -8,6 +8,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import modelopt_sparse as mts
+from modelopt_sparse.plan.options import QUALITIES
 from tests.calibration.collecting import assert_same, collected
 from tests.helpers import assert_same_state, refused, state_of, tiny_llama, token_batches
 from tests.models.stacked import STACKED, NanAtPadding, Stacked, vectors
@@ -19,9 +20,7 @@ from tests.oracles.brute_force import Recording, assert_stats, brute_force
 def test_activations_that_are_not_finite(value):
     """The first layer that gets them is named; only batches that run into them are at fault."""
     model = tiny_llama()
-    model.model.layers[0].mlp.register_forward_hook(
-        lambda module, args, output: output + value if output.shape[1] == 9 else output
-    )
+    model.model.layers[0].mlp.register_forward_hook(lambda _, args, out: out + value if out.shape[1] == 9 else out)
     batches = [*token_batches(1), *token_batches(1, length=9)]
     match = "layer 'model.layers.1.self_attn.q_proj': its input holds NaN or inf: check the data.*bfloat16 or float32"
     refused(mts.sparsify, model, match=match, data_loader=batches)
@@ -32,8 +31,7 @@ def test_padding_may_hold_nan():
     mask = torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1]])
     batch = {"x": torch.randn(2, 4, 16), "attention_mask": mask}
     found = collected(NanAtPadding(), STACKED, data_loader=[batch], sequential="none")
-    expected = brute_force(NanAtPadding(), [batch], STACKED, lambda batch, name: mask.bool())
-    assert_stats(found, expected)
+    assert_stats(found, brute_force(NanAtPadding(), [batch], STACKED, lambda batch, name: mask.bool()))
 
 
 def test_activations_that_overflow_once_the_layers_before_are_sparse():
@@ -106,17 +104,17 @@ def test_whatever_gradient_mode_the_caller_is_in(mode, from_tensors):
     assert all(parameter.requires_grad and parameter.grad is None for parameter in model.parameters())
 
 
-@pytest.mark.parametrize(
-    ("make", "run", "options"),
-    [
-        (tiny_llama, mts.sparsify, {"quality": "max"}),
-        (tiny_llama, mts.sparsify, {"method": "sparsegpt", "budget": "40% zeros"}),
-        (tiny_llama, mts.shrink, {"budget": "80% params"}),
-        (tiny_mixtral, mts.sparsify, {"method": "alps", "permute": True}),
-        (tiny_mixtral, mts.shrink, {"experts": "25%"}),
-    ],
-    ids=["max", "budget", "shrink", "experts", "fewer experts"],
-)
+OF_MAX = QUALITIES["max"].options
+RUNS = [
+    (tiny_llama, mts.sparsify, {"quality": "max", "reconstruct": {**OF_MAX["reconstruct"], "epochs": 1}, "distill": 1}),
+    (tiny_llama, mts.sparsify, {"method": "sparsegpt", "budget": "40% zeros"}),
+    (tiny_llama, mts.shrink, {"budget": "80% params"}),
+    (tiny_mixtral, mts.sparsify, {"method": "alps", "permute": True}),
+    (tiny_mixtral, mts.shrink, {"experts": "25%"}),
+]
+
+
+@pytest.mark.parametrize(("make", "run", "options"), RUNS, ids=["max", "budget", "shrink", "experts", "fewer experts"])
 def test_whatever_the_default_device_is(make, run, options):
     """What is drawn and counted on the host is so, where `torch.set_default_device` says something else."""
     (model, expected), batches = (make(), make()), token_batches(6)

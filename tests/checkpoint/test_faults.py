@@ -25,14 +25,14 @@ from tests.checkpoint.folders import files_of
 from tests.checkpoint.streams import assert_same_folders, saved, weights
 from tests.faults import faulty
 from tests.faults.faulty import Runs
-from tests.helpers import TESTBED, tiny_llama, token_batches
+from tests.helpers import TESTBED, refused, tiny_llama, token_batches
 
-pytestmark = [
-    pytest.mark.skipif(not hasattr(os, "fork") or not Path("/proc/self").exists(), reason="needs fork and /proc"),
-]
+HAS_BOTH = hasattr(os, "fork") and Path("/proc/self").exists()
+pytestmark = pytest.mark.skipif(not HAS_BOTH, reason="needs fork and /proc")
 
 BLOCKS = 4
 KILL, FULL = {"what": "kill"}, {"what": "full"}
+KILLED = -signal.SIGKILL
 DATA = [batch.tolist() for batch in token_batches(3)]
 RECIPES: dict[str, dict[str, Any]] = {
     "sparsegpt": {"method": "sparsegpt"},
@@ -52,6 +52,12 @@ class World:
     known: dict[str, tuple[Path, int]]
     old: dict[str, bytes]
 
+    def ended(self, do: str, given: dict[str, Any], code: int = 0, **more: Any) -> dict[str, Any]:
+        """A run that ends with this exit code -> what it has found."""
+        found_code, found = self.runs.run(do, given, **more)
+        assert found_code == code, found
+        return found
+
     def given(self, target: Path, recipe: str = "sparsegpt") -> dict[str, Any]:
         return {"source": self.source, "target": target, "batches": DATA, **RECIPES[recipe]}
 
@@ -59,8 +65,7 @@ class World:
         """The folder that a recipe ends in, and the operations on files that it takes."""
         if recipe not in self.known:
             target = self.folder / recipe
-            code, found = self.runs.run("stream", self.given(target, recipe), files=str(target))
-            assert code == 0, found
+            found = self.ended("stream", self.given(target, recipe), files=str(target))
             self.known[recipe] = target, found["operations"]
         return self.known[recipe]
 
@@ -72,8 +77,7 @@ class World:
         if where == "over":
             self.old = old_model(target)
         given = {**self.given(target), "overwrite": where == "over"} if do == "stream" else self.saving(target)
-        code, found = self.runs.run(do, given, files=target.parent, states=[target.parent, states])
-        assert code == 0, found
+        self.ended(do, given, files=target.parent, states=[target.parent, states])
         return sorted(states.iterdir())
 
     def saving(self, target: Path) -> dict[str, Any]:
@@ -126,8 +130,7 @@ def assert_plain(world: World, target: Path, recipe: str = "sparsegpt") -> int:
         assert_same_folders(target, world.undisturbed(recipe)[0])
     else:
         for pattern in (None, "2:4"):
-            with pytest.raises(ValueError, match="is not a folder"):
-                mts.verify(target, pattern)
+            refused(mts.verify, target, pattern, match="is not a folder")
         assert not any((partial / name).exists() for name in ("config.json", "model.safetensors.index.json"))
     return len(list(partial.glob("block-*.json")))
 
@@ -182,12 +185,10 @@ def test_killed_between_any_two_operations_on_files(world):
 )
 def test_killed_before_its_first_block_is_done_it_blocks_nothing(world, target, before):
     """A run that is started with something else takes its place, and nothing of the first is left in its folder."""
-    code, _ = world.runs.run("stream", world.given(target), files=str(target), at=before, fault=KILL)
-    assert code == -signal.SIGKILL
+    world.ended("stream", world.given(target), files=str(target), at=before, fault=KILL, code=KILLED)
     assert assert_plain(world, target) == 0
     assert partial_of(target).exists()
-    code, found = world.runs.run("stream", world.given(target, "dense inputs"))
-    assert (code, found.get("notes")) == (0, [])
+    assert world.ended("stream", world.given(target, "dense inputs"))["notes"] == []
     assert_same_folders(target, world.undisturbed("dense inputs")[0])
 
 
@@ -207,8 +208,7 @@ def test_killed_while_it_replaces_a_model(world, do):
             assert "exists" in world.runs.run("stream", world.given(target))[1]["error"]
         else:
             given = {**world.given(target), "overwrite": True} if do == "stream" else world.saving(target)
-            code, ended = world.runs.run(do, given)
-            assert code == 0, ended
+            world.ended(do, given)
         assert_same_folders(target, world.undisturbed()[0])
         assert (target / "notes.txt").read_text() == "mine"
         assert do == "stream" or [path.name for path in state.iterdir()] == ["sparse"]
@@ -231,12 +231,9 @@ def assert_old_or_new_or_none(folder: Path, old: dict[str, bytes], world: World)
         assert all(torch.equal(found[name], new[name]) for name in new)
         return "none"
     for pattern in (None, "2:4"):
-        with pytest.raises(ValueError, match=r"holds no config\.json|there is no report"):
-            mts.verify(folder, pattern)
-    with pytest.raises((OSError, ValueError)):
-        mts.load(folder)
-    with pytest.raises((OSError, ValueError)):
-        AutoModelForCausalLM.from_pretrained(folder)
+        refused(mts.verify, folder, pattern, match=r"holds no config\.json|there is no report")
+    refused(mts.load, folder, error=(OSError, ValueError))
+    refused(AutoModelForCausalLM.from_pretrained, folder, error=(OSError, ValueError))
     return "none"
 
 
@@ -248,7 +245,7 @@ def test_killed_again_and_again(world, target, recipe):
     while not target.exists() or partial_of(target).exists():
         fault = {"files": str(target), "at": int(chance.uniform(0.2, 1) * most), "fault": KILL}
         code, found = world.runs.run("stream", world.given(target, recipe), **fault)
-        assert code in (0, -signal.SIGKILL), found
+        assert code in (0, KILLED), found
         kills += code != 0
         assert_plain(world, target, recipe)
         most *= 1.1  # so that it ends
@@ -259,33 +256,32 @@ def test_killed_again_and_again(world, target, recipe):
 # a full disk ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("text", "full"),
-    [
-        ("Error while serializing: I/O error: No space left on device (os error 28)", True),
-        ("unable to resize file <a> to the right size: No space left on device (28)", True),
-        ("unable to open file <a> in read-write mode: Permission denied (13)", False),
-        ("the size of tensor a (28) must match the size of tensor b (27)", False),
-    ],
-)
+SAID = [
+    ("Error while serializing: I/O error: No space left on device (os error 28)", True),
+    ("unable to resize file <a> to the right size: No space left on device (28)", True),
+    ("unable to open file <a> in read-write mode: Permission denied (13)", False),
+    ("the size of tensor a (28) must match the size of tensor b (27)", False),
+]
+
+
+@pytest.mark.parametrize(("text", "full"), SAID)
 def test_what_safetensors_and_torch_say_of_a_full_disk(text, full):
     outer = RuntimeError("in between")
     outer.__cause__ = RuntimeError(text)
     assert is_full(outer) == full
 
 
-@pytest.mark.parametrize(
-    ("seed", "left", "spill"),
-    [("start", 0, False), (0, 0, False), (1, 0, False), (2, 3000, False), (3, 0, True), (4, 30_000, False)],
-)
+DISKS = [("start", 0, False), (0, 0, False), (1, 0, False), (2, 3000, False), (3, 0, True), (4, 30_000, False)]
+
+
+@pytest.mark.parametrize(("seed", "left", "spill"), DISKS)
 def test_a_full_disk(world, target, seed, left, spill):
     """No file grows beyond ``left`` bytes from an operation on, the first or one drawn at random: writing fails in the
     kernel, as it does where there is no space. In the same process it can be tried again."""
     last = 1 if seed == "start" else int(0.9 * world.undisturbed()[1])
     at = random.Random(f"full {seed}").randint(1, last)
     given = {**world.given(target), "spill": spill}
-    code, found = world.runs.run("stream", given, files=str(target), at=at, fault={**FULL, "left": left})
-    assert code == 1, found
+    found = world.ended("stream", given, files=str(target), at=at, fault={**FULL, "left": left}, code=1)
     assert found["error"].startswith(f"OSError: '{target}' could not be written, because the disk is full (")
     assert "free space and start the run again" in found["error"]
     assert found["because"]
@@ -317,8 +313,7 @@ def test_a_disk_that_is_full_when_a_model_is_replaced(world, tmp_path):
     """config.json fits, the weights do not."""
     place, old = tmp_path / "sparse", old_model(tmp_path / "sparse")
     fault = {"at": 1, "fault": {**FULL, "left": 1500}}
-    code, found = world.runs.run("save", world.saving(place), files=str(tmp_path), **fault)
-    assert code == 1, found
+    found = world.ended("save", world.saving(place), files=str(tmp_path), **fault, code=1)
     assert found["error"].startswith(f"OSError: '{place}' could not be written (what was there before is complete): ")
     assert found["error"].endswith("; the disk is full: free space and save again")
     assert files_of(place) == old
@@ -368,8 +363,7 @@ def test_a_shard_that_is_broken_while_the_run_goes_on(world, target, copied, dam
     whole = shard.read_bytes()
     given = {**world.given(target), "source": copied}
     fault = {"what": damage, "file": str(shard)}
-    code, found = world.runs.run("stream", given, files=str(target), at=f"*/{when}", fault=fault)
-    assert code == 1
+    found = world.ended("stream", given, files=str(target), at=f"*/{when}", fault=fault, code=1)
     assert "has changed since the run started: " in found["error"], found
     assert found["error"].split(": ")[1].startswith(f"'{shard}'")
     assert "put it back, and start again" in found["error"]
@@ -382,15 +376,11 @@ def test_a_finished_shard_that_disappears_while_the_run_goes_on(world, target):
     """Of the target: the run must not end in a model that lacks it."""
     shard = partial_of(target) / "folder" / f"model-00002-of-{BLOCKS + 1:05d}.safetensors"
     fault = {"what": "remove", "file": str(shard)}
-    code, found = world.runs.run("stream", world.given(target), files=str(target), at="*/report.json", fault=fault)
-    assert code == 1
-    damaged = (
-        f"is damaged: 'folder/{shard.name}' is not as block 'model.layers.0' left it: give another target, or over"
-    )
-    assert damaged in found["error"]
+    found = world.ended("stream", world.given(target), files=str(target), at="*/report.json", fault=fault, code=1)
+    assert f"is damaged: 'folder/{shard.name}' is not as block 'model.layers.0' left it: give an" in found["error"]
+    assert "give another target, or over" in found["error"]
     assert assert_plain(world, target) == BLOCKS
-    code, found = world.runs.run("stream", {**world.given(target), "overwrite": True})
-    assert (code, found.get("notes")) == (0, [])
+    assert world.ended("stream", {**world.given(target), "overwrite": True})["notes"] == []
     assert_same_folders(target, world.undisturbed()[0])
 
 
@@ -401,9 +391,9 @@ def test_the_command_line_says_in_one_line_that_a_model_in_memory_has_no_room(tm
     out = tmp_path / "new" / "sparse"
     arguments = ["sparsify", str(source), "--out", str(out), "--method", "magnitude"]
     fault = {"at": 1, "fault": {**FULL, "left": left}}
-    code, found = world.runs.run("cli", {"arguments": arguments}, files=str(out.parent), **fault)
-    assert (code, found.get("out")) == (2, ""), found
+    found = world.ended("cli", {"arguments": arguments}, files=str(out.parent), **fault, code=2)
     (line,) = found["err"].splitlines()
+    assert found["out"] == ""
     assert line.startswith(f"modelopt-sparse: '{out}' could not be written (nothing is left of it): ")
     assert line.endswith("; the disk is full: free space and save again")
     assert [path.name for path in tmp_path.iterdir()] == ["dense"]
@@ -426,15 +416,13 @@ def test_an_activation_that_is_not_finite_at_block_3(world, target, half):
     run stops at the same place."""
     given = {**world.given(target), "source": half, "method": "overflowing"}
     for _ in range(2):
-        code, found = world.runs.run("stream", given)
-        assert code == 1
+        found = world.ended("stream", given, code=1)
         assert found["error"].startswith(f"ValueError: {NOT_FINITE}, now that the layers before it are sparse"), found
         assert "run the model in bfloat16 or float32" in found["error"]
         assert assert_plain(world, target) == 3
-    code, found = world.runs.run("stream", {**given, "dtype": "float32"})
+    found = world.ended("stream", {**given, "dtype": "float32"}, code=1)
     assert "started with something else (dtype: auto there, torch.float32 now)" in found["error"]
-    code, found = world.runs.run("stream", {**given, "dtype": "float32", "overwrite": True})
-    assert (code, found.get("notes")) == (0, [])
+    assert world.ended("stream", {**given, "dtype": "float32", "overwrite": True})["notes"] == []
     assert len(mts.verify(target, "2:4").layers) == 7 * BLOCKS
 
 
@@ -445,8 +433,7 @@ def test_the_second_of_two_runs_on_one_target_is_refused(world, target):
     """The first is held still while the second tries, and then ends as if nothing had been."""
     first = world.runs.start_stopped("stream", world.given(target), at="*/block-00001.json*", files=partial_of(target))
     for overwrite in (False, True):
-        code, found = world.runs.run("stream", {**world.given(target), "overwrite": overwrite})
-        assert code == 1
+        found = world.ended("stream", {**world.given(target), "overwrite": overwrite}, code=1)
         assert "is being written to by another run: wait for it" in found["error"]
     os.kill(first, signal.SIGCONT)
     assert world.runs.wait(first)[0] == 0
@@ -459,9 +446,9 @@ def test_the_second_of_two_runs_of_the_command_line_to_one_folder_is_refused(tmp
     out = tmp_path / "new" / "sparse"
     command = ["sparsify", str(world.source), "--out", str(out), "--method", "magnitude"]
     first = world.runs.start_stopped("cli", {"arguments": command}, at="*/.sparse.*.partial", files=out.parent)
-    code, found = world.runs.run("cli", {"arguments": [*command, "--pattern", "1:4", *second]})
-    assert (code, found["out"]) == (2, ""), found
+    found = world.ended("cli", {"arguments": [*command, "--pattern", "1:4", *second]}, code=2)
     (line,) = found["err"].splitlines()
+    assert found["out"] == ""
     assert line == (f"modelopt-sparse: '{partial_of(out)}' is being written to by another run: wait for it")
     os.kill(first, signal.SIGCONT)
     code, found = world.runs.wait(first)
@@ -471,10 +458,9 @@ def test_the_second_of_two_runs_of_the_command_line_to_one_folder_is_refused(tmp
 
 
 def test_a_run_in_memory_leaves_alone_what_a_streaming_run_has_done(world, target):
-    code, _ = world.runs.run("stream", world.given(target), files=str(target), at="*/block-00001.json", fault=KILL)
-    assert code == -signal.SIGKILL
+    world.ended("stream", world.given(target), files=str(target), at="*/block-00001.json", fault=KILL, code=KILLED)
     command = ["sparsify", str(world.source), "--out", str(target), "--method", "magnitude"]
-    assert world.runs.run("cli", {"arguments": command})[0] == 0
+    world.ended("cli", {"arguments": command})
     shutil.rmtree(target)
     assert_goes_on(world, target)
 
@@ -485,10 +471,9 @@ def test_a_run_in_memory_leaves_alone_what_a_streaming_run_has_done(world, targe
 def test_a_layer_that_does_not_fit_into_memory_is_solved_in_pieces(world):
     """For real: the process gets 100 MiB of address space more than it has, and a layer whose solver takes more."""
     layer = {"method": "sparsegpt", "rows": 8192, "columns": 512, "pattern": "2:4"}
-    code, whole = world.runs.run("solve", {**layer, "room": None})
-    assert (code, whole["notes"]) == (0, [])
-    code, pieces = world.runs.run("solve", {**layer, "room": 100 * 2**20})
-    assert code == 0, pieces
+    whole = world.ended("solve", {**layer, "room": None})
+    assert whole["notes"] == []
+    pieces = world.ended("solve", {**layer, "room": 100 * 2**20})
     (note,) = pieces["notes"]
     assert note.startswith("solved ")
     assert note.endswith(" rows at a time, because memory ran out")
@@ -498,7 +483,6 @@ def test_a_layer_that_does_not_fit_into_memory_is_solved_in_pieces(world):
 
 def test_a_layer_for_which_there_is_no_memory_at_all(world):
     layer = {"method": "alps", "rows": 8192, "columns": 512, "pattern": "2:4"}
-    code, found = world.runs.run("solve", {**layer, "room": 70 * 2**20})
-    assert code == 1
+    found = world.ended("solve", {**layer, "room": 70 * 2**20}, code=1)
     assert found["error"].startswith("MemoryError: layer '0' [8192, 512]: out of memory while it was solved")
     assert "DefaultCPUAllocator: can't allocate memory" in found["because"][0]

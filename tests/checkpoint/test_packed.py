@@ -21,21 +21,12 @@ from modelopt_sparse.checkpoint import packed as form
 from modelopt_sparse.checkpoint.folder import DESCRIPTION, MASKS, pack_mask, unpack_mask, write_masks
 from modelopt_sparse.checkpoint.packed import PackedFile, pack_files, unpack_files
 from modelopt_sparse.checkpoint.save import add_masks
-from tests.checkpoint.folders import (
-    MODELS,
-    WEIGHT,
-    change_tensors,
-    describe,
-    files_of,
-    relist,
-    scrambled,
-    sparse,
-)
+from tests import helpers
+from tests.checkpoint.folders import MODELS, WEIGHT, change_tensors, describe, files_of, relist, scrambled, sparse
 from tests.checkpoint.streams import Stopping, batches, streamed
 from tests.checkpoint.streams import saved as dense
 from tests.faults.faulty import flip
 from tests.helpers import (
-    TESTBED,
     assert_bits,
     assert_same_masks,
     assert_same_state,
@@ -107,8 +98,7 @@ def test_saved_packed_unpacked(name, tmp_path):
     assert files_of(tmp_path / "unpacked") == files_of(plain)
     modes = {path.stat().st_mode for folder in ("packed", "unpacked") for path in (tmp_path / folder).iterdir()}
     assert modes == {(plain / DESCRIPTION).stat().st_mode}
-    assert describe(packed)["format_version"] == 2
-    assert describe(plain)["format_version"] == 1
+    assert (describe(packed)["format_version"], describe(plain)["format_version"]) == (2, 1)
     sizes = [sum(path.stat().st_size for path in folder.glob("*model*.safetensors")) for folder in (plain, packed)]
     assert sizes[1] < sizes[0] or name == "net"  # which has fewer bytes than its header
     assert_same_state(mts.restore((MIXTURES | MODELS)[name](), packed), state_of(model))
@@ -196,15 +186,14 @@ def test_a_plain_export_is_packed_by_its_zeros(tmp_path):
     """And comes back as it was, without masks and report, which it never had."""
     model: Any = mts.export(sparse("llama"))
     model.save_pretrained(tmp_path / "plain", max_shard_size="20KB")
-    AutoTokenizer.from_pretrained(TESTBED / "tiny-llama").save_pretrained(tmp_path / "plain")
+    AutoTokenizer.from_pretrained(helpers.TESTBED / "tiny-llama").save_pretrained(tmp_path / "plain")
     mts.pack(tmp_path / "plain", tmp_path / "packed")
     loaded = mts.load(tmp_path / "packed")
     assert_same_state(loaded, state_of(model))
     assert not list(mts.named_masks(loaded))
     assert_same_state(mts.restore(scrambled("llama"), tmp_path / "packed"), state_of(model))
     assert len(mts.verify(tmp_path / "packed", "2:4").layers) == 14
-    with pytest.raises(ValueError, match="carries no report"):
-        mts.report(tmp_path / "packed")
+    refused(mts.report, tmp_path / "packed", match="carries no report")
     mts.unpack(tmp_path / "packed", tmp_path / "unpacked")
     assert files_of(tmp_path / "unpacked") == files_of(tmp_path / "plain")
 
@@ -227,8 +216,7 @@ def test_options_of_load(packed, tmp_path):
     eager: Any = mts.load(folder, attn_implementation="eager", use_cache=False)
     assert (eager.config._attn_implementation, eager.config.use_cache) == ("eager", False)
     assert eager.name_or_path == eager.config.name_or_path == str(folder)
-    with pytest.raises(ValueError, match="is the folder that the weights come from"):
-        mts.save(eager, folder, overwrite=True)
+    refused(mts.save, eager, folder, overwrite=True, match="is the folder that the weights come from")
     config = AutoConfig.from_pretrained(folder, rms_norm_eps=0.1)
     assert mts.load(folder, config=config).config.rms_norm_eps == 0.1
 
@@ -265,17 +253,12 @@ def test_what_is_refused(saved, broken, packed, tmp_path):
         (mts.pack, tmp_path / "nowhere", "is not a folder"),
         (mts.pack, damaged, "is damaged: file 'model.safetensors' has changed since it was saved"),
     ):
-        with pytest.raises(ValueError, match=text):
-            call(place, tmp_path / "out")
+        refused(call, place, tmp_path / "out", match=text)
     for call, place in ((mts.pack, saved("llama")), (mts.unpack, folder)):
-        with pytest.raises(ValueError, match="is the folder that the weights come from"):
-            call(place, place, overwrite=True)
-        with pytest.raises(ValueError, match="exists and is not empty"):
-            call(place, folder if call is mts.pack else saved("llama"))
-    with pytest.raises(ValueError, match="is packed by other masks: unpack it"):
-        add_masks(sparse("llama"), folder)
-    with pytest.raises(OSError, match=r"no file named model\.safetensors"):
-        AutoModelForCausalLM.from_pretrained(folder)
+        refused(call, place, place, overwrite=True, match="is the folder that the weights come from")
+        refused(call, place, folder if call is mts.pack else saved("llama"), match="exists and is not empty")
+    refused(add_masks, sparse("llama"), folder, match="is packed by other masks: unpack it")
+    refused(AutoModelForCausalLM.from_pretrained, folder, match=r"no file named model\.safetensors", error=OSError)
     assert not (tmp_path / "out").exists()
 
 
@@ -368,30 +351,26 @@ def test_a_broken_file_is_refused_before_anything_is_changed(case, packed, tmp_p
     monkeypatch.setattr(form.torch, "zeros", None)
     refused(mts.restore, tiny_llama(), folder, parts=[text])
     for read in (mts.load, mts.verify, lambda folder: mts.unpack(folder, tmp_path / "out")):
-        with pytest.raises(ValueError, match=r"packed\.model\.safetensors' cannot be unpacked: .*: get it again"):
-            read(folder)
+        refused(read, folder, match=r"packed\.model\.safetensors' cannot be unpacked: .*: get it again")
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("change", "tells"),
-    [
-        (place(["model.layers.0.mlp.up_proj.weight", 1]), f"weight '{WEIGHT}' is not zero in "),
-        (lambda x, _: x.update({WEIGHT: x[WEIGHT] + 1}), ""),
-    ],
-    ids=["bits of another mask", "other values"],
-)
+NOT_WHAT_WAS_PACKED = [
+    (place(["model.layers.0.mlp.up_proj.weight", 1]), f"weight '{WEIGHT}' is not zero in "),
+    (lambda x, _: x.update({WEIGHT: x[WEIGHT] + 1}), ""),
+]
+
+
+@pytest.mark.parametrize(("change", "tells"), NOT_WHAT_WAS_PACKED, ids=["bits of another mask", "other values"])
 def test_a_file_that_is_not_what_was_packed_does_not_unpack(packed, tmp_path, change, tells):
     """Its counts are right, and its description agrees: the hash of the plain file tells, and of bits the mask."""
     folder = packed("llama")
     edit(folder, change)
-    with pytest.raises(ValueError, match=r"'model\.safetensors' is not the file that was packed"):
-        mts.unpack(folder, tmp_path / "out")
+    refused(mts.unpack, folder, tmp_path / "out", match=r"'model\.safetensors' is not the file that was packed")
     assert not (tmp_path / "out").exists()
     if tells:
         refused(mts.restore, tiny_llama(), folder, parts=[tells])
-        with pytest.raises(ValueError, match=tells):
-            mts.load(folder)
+        refused(mts.load, folder, match=tells)
 
 
 def test_all_problems_stand_in_one_error(packed):

@@ -9,32 +9,23 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
+import transformers as hf
 from packaging.version import Version
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import (
-    AutoModelForCausalLM,
-    CompressedTensorsConfig,
-    DeepseekV3Config,
-    DeepseekV3ForCausalLM,
-    FineGrainedFP8Config,
-    GptOssConfig,
-    GptOssForCausalLM,
-)
 from transformers.utils.quantization_config import Mxfp4Config
 
 import modelopt_sparse as mts
 from modelopt_sparse.checkpoint import stream
 from tests.checkpoint.folders import change_config, change_tensors, files_of
 from tests.checkpoint.streams import assert_same_folders, in_memory, saved, streamed, weights
-from tests.helpers import ROOT, assert_bits, tiny_llama, token_batches
+from tests.helpers import ROOT, assert_bits, refused, tiny_llama, token_batches
 from tests.interruptions import interrupted
 
 # Some versions of transformers warn of the flags that they set on a model when it is saved.
 pytestmark = [pytest.mark.core, pytest.mark.filterwarnings("ignore:.*RoPE scaling:UserWarning")]
 
-TRANSFORMERS = Version(transformers.__version__)
+TRANSFORMERS = Version(hf.__version__)
 MERGES = Version("5.1")  # 5.0 does not dequantize experts that are single on disk and fused in memory; 5.23 does
 BLOCK = 128
 VOCAB = 97
@@ -49,8 +40,8 @@ needs_triton = pytest.mark.skipif(
 
 
 def tiny_deepseek(rope: int = 64) -> nn.Module:
-    return DeepseekV3ForCausalLM(
-        DeepseekV3Config(
+    return hf.DeepseekV3ForCausalLM(
+        hf.DeepseekV3Config(
             vocab_size=VOCAB, hidden_size=128, intermediate_size=256, moe_intermediate_size=128, num_hidden_layers=2,
             num_attention_heads=2, num_key_value_heads=2, n_shared_experts=1, n_routed_experts=4, n_group=1,
             topk_group=1, num_experts_per_tok=2, first_k_dense_replace=1, q_lora_rank=128, kv_lora_rank=64,
@@ -61,8 +52,8 @@ def tiny_deepseek(rope: int = 64) -> nn.Module:
 
 
 def tiny_gpt_oss() -> nn.Module:
-    return GptOssForCausalLM(
-        GptOssConfig(
+    return hf.GptOssForCausalLM(
+        hf.GptOssConfig(
             vocab_size=VOCAB, hidden_size=64, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
             num_key_value_heads=2, head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=8,
             max_position_embeddings=64, initializer_range=0.2, rope_parameters={"rope_type": "default",
@@ -159,6 +150,11 @@ def made(folder: Path, name: str, dtype: torch.dtype = torch.bfloat16) -> tuple[
     return quantized(folder, make, method, dtype), method
 
 
+def dequantized(source: Path, **options: Any) -> mts.Report:
+    """Stream the folder to ``sparse`` beside it."""
+    return streamed(source, source.parent / "sparse", "magnitude", dequantize=True, **options)
+
+
 # dequantized ----------------------------------------------------------------------------------------------------------
 
 
@@ -202,8 +198,8 @@ def test_the_command_line_in_memory_and_streamed(tmp_path, run, name):
 def test_a_model_that_the_user_dequantized_is_saved_dense(tmp_path, name):
     """transformers would write codes again, under a config that says nothing of them, or fail."""
     source, method = made(tmp_path, name)
-    settings = {"fp8": FineGrainedFP8Config, "mxfp4": Mxfp4Config}[method](dequantize=True)
-    model: Any = AutoModelForCausalLM.from_pretrained(source, quantization_config=settings, dtype=torch.bfloat16)
+    settings = {"fp8": hf.FineGrainedFP8Config, "mxfp4": Mxfp4Config}[method](dequantize=True)
+    model: Any = hf.AutoModelForCausalLM.from_pretrained(source, quantization_config=settings, dtype=torch.bfloat16)
     mts.sparsify(model.to(torch.bfloat16), "magnitude", progress=False)
     mts.save(model, tmp_path / "saved")
     in_memory(tmp_path / "dense", tmp_path / "whole", "magnitude")
@@ -217,10 +213,10 @@ def test_a_model_that_the_user_dequantized_is_saved_dense(tmp_path, name):
 def test_a_stopped_run_goes_on_only_as_it_was_started(tmp_path):
     source = quantized(tmp_path, llama_of_whole_blocks, "fp8")
     with interrupted(stream, "_finish"):
-        streamed(source, tmp_path / "sparse", "magnitude", dequantize=True)
-    with pytest.raises(ValueError, match=r"quantized source: dequantized from fp8 to bfloat16: .* there, .* float32"):
-        streamed(source, tmp_path / "sparse", "magnitude", dequantize=True, dtype="float32")
-    streamed(source, tmp_path / "sparse", "magnitude", dequantize=True)
+        dequantized(source)
+    match = r"quantized source: dequantized from fp8 to bfloat16: .* there, .* float32"
+    refused(dequantized, source, dtype="float32", match=match)
+    dequantized(source)
     in_memory(tmp_path / "dense", tmp_path / "whole", "magnitude")
     assert_same_folders(tmp_path / "sparse", tmp_path / "whole")
 
@@ -234,8 +230,7 @@ def test_without_being_asked_it_is_refused(tmp_path, run, name):
     before = files_of(source)
     expected = rf"is quantized \({method}\): give (dequantize=True|--dequantize) to have it dequantized from {method} "
     expected += r"to bfloat16: \d\.\d MiB instead of \d\.\d MiB"
-    with pytest.raises(ValueError, match=expected):
-        streamed(source, tmp_path / "sparse", "magnitude")
+    refused(streamed, source, tmp_path / "sparse", "magnitude", match=expected)
     for command in (["plan"], ["sparsify", "--out", tmp_path / "sparse"], ["sparsify", "--stream", "--out", "sparse"]):
         done = run(*command, source, "--method", "magnitude")
         done.wrong()
@@ -248,14 +243,12 @@ def test_without_being_asked_it_is_refused(tmp_path, run, name):
 def test_other_methods_are_refused_by_name(tmp_path, method):
     source = saved(tmp_path / "dense", llama_of_whole_blocks)
     change_config(source, quantization_config={"quant_method": method, "bits": 4})
-    with pytest.raises(ValueError, match=rf"is quantized \({method}\); fp8 and mxfp4 are dequantized here"):
-        streamed(source, tmp_path / "sparse", "magnitude", dequantize=True)
+    refused(dequantized, source, match=rf"is quantized \({method}\); fp8 and mxfp4 are dequantized here")
 
 
 def test_what_is_not_quantized_is_not_dequantized(tmp_path, run):
     source = saved(tmp_path / "dense", llama_of_whole_blocks)
-    with pytest.raises(ValueError, match=r"dense' is not quantized: leave dequantize=True out"):
-        streamed(source, tmp_path / "sparse", "magnitude", dequantize=True)
+    refused(dequantized, source, match=r"dense' is not quantized: leave dequantize=True out")
     assert run("plan", source, "--dequantize").code == 2
 
 
@@ -266,32 +259,30 @@ def test_blocks_that_do_not_fill_their_matrix_are_refused(tmp_path):
     shapes = {name: tensor.shape for name, tensor in weights(source).items() if "layers.0.self_attn.kv_a_proj" in name}
     assert set(shapes.values()) == {(192, 128), (2, 1)}
     weight = r"'model.layers.0.self_attn.kv_a_proj_with_mqa.weight', F8_E4M3 \[192, 128\]"
-    with pytest.raises(ValueError, match=f"would not dequantize all of it rightly: {weight}"):
-        streamed(source, tmp_path / "sparse", "magnitude", dequantize=True)
+    refused(dequantized, source, match=f"would not dequantize all of it rightly: {weight}")
     assert not (tmp_path / "sparse.partial").exists()
 
 
 @pytest.mark.skipif(TRANSFORMERS >= MERGES, reason="that version dequantizes them")
 def test_experts_that_transformers_cannot_dequantize_are_refused(tmp_path):
     source = quantized(tmp_path, tiny_deepseek, "fp8")
-    with pytest.raises(ValueError, match=rf"\(fp8\), and transformers {TRANSFORMERS} .*a newer one may"):
-        streamed(source, tmp_path / "sparse", "magnitude", dequantize=True)
+    refused(dequantized, source, match=rf"\(fp8\), and transformers {TRANSFORMERS} .*a newer one may")
 
 
-@pytest.mark.parametrize(
-    ("name", "change", "message"),
-    [
-        ("llama", {"q_proj.weight_scale_inv": None}, r"'model.layers.0.self_attn.q_proj.weight', F8_E4M3"),
-        ("llama", {"q_proj.weight_scale_inv": torch.ones(2, 1)}, r"q_proj.weight', F8_E4M3 \[128, 128\]; "),
-        ("llama", {"q_proj.weight_scale_inv": torch.ones(1)}, r"q_proj.weight', F8_E4M3 \[128, 128\]; "),
-        ("llama", {"q_proj.weight_scale_inv": torch.ones(1, 1, dtype=torch.uint8)}, r"q_proj.weight', F8_E4M3 "),
-        ("llama", {"q_proj.weight": torch.ones(128, 128, dtype=torch.int8)}, r"q_proj.weight', I8 \[128, 128\]; "),
-        ("gpt-oss", {"gate_up_proj_scales": None}, r"gate_up_proj_blocks', U8 "),
-        ("gpt-oss", {"gate_up_proj_blocks": None}, r"gate_up_proj_scales', U8 "),
-        ("gpt-oss", {"gate_up_proj_scales": torch.ones(4, 64, 1, dtype=torch.uint8)}, "gate_up_proj_blocks', U8 "),
-        ("gpt-oss", {"q_proj.weight": torch.ones(64, 64, dtype=torch.uint8)}, r"q_proj.weight', U8 \[64, 64\]; "),
-    ],
-)
+UNLIKE_THEIR_CONFIG = [
+    ("llama", {"q_proj.weight_scale_inv": None}, r"'model.layers.0.self_attn.q_proj.weight', F8_E4M3"),
+    ("llama", {"q_proj.weight_scale_inv": torch.ones(2, 1)}, r"q_proj.weight', F8_E4M3 \[128, 128\]; "),
+    ("llama", {"q_proj.weight_scale_inv": torch.ones(1)}, r"q_proj.weight', F8_E4M3 \[128, 128\]; "),
+    ("llama", {"q_proj.weight_scale_inv": torch.ones(1, 1, dtype=torch.uint8)}, r"q_proj.weight', F8_E4M3 "),
+    ("llama", {"q_proj.weight": torch.ones(128, 128, dtype=torch.int8)}, r"q_proj.weight', I8 \[128, 128\]; "),
+    ("gpt-oss", {"gate_up_proj_scales": None}, r"gate_up_proj_blocks', U8 "),
+    ("gpt-oss", {"gate_up_proj_blocks": None}, r"gate_up_proj_scales', U8 "),
+    ("gpt-oss", {"gate_up_proj_scales": torch.ones(4, 64, 1, dtype=torch.uint8)}, "gate_up_proj_blocks', U8 "),
+    ("gpt-oss", {"q_proj.weight": torch.ones(64, 64, dtype=torch.uint8)}, r"q_proj.weight', U8 \[64, 64\]; "),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "message"), UNLIKE_THEIR_CONFIG)
 def test_folders_that_do_not_hold_what_they_say_are_refused(tmp_path, name, change, message):
     source = quantized(tmp_path, *FORMATS[name])
 
@@ -301,17 +292,15 @@ def test_folders_that_do_not_hold_what_they_say_are_refused(tmp_path, name, chan
             tensors.pop(key) if value is None else tensors.update({key: value})
 
     change_tensors(source / "model.safetensors", changed)
-    with pytest.raises(ValueError, match=message):
-        streamed(source, tmp_path / "sparse", "magnitude", dequantize=True)
+    refused(dequantized, source, match=message)
 
 
 def test_weights_are_not_dequantized_to_codes_nor_where_they_cannot_be_looked_at(tmp_path, run):
     source = quantized(tmp_path, llama_of_whole_blocks, "fp8")
-    with pytest.raises(ValueError, match=r"dtype='float8_e4m3fn': weights are dequantized to torch.float16, "):
-        streamed(source, tmp_path / "sparse", "magnitude", dequantize=True, dtype="float8_e4m3fn")
+    match = r"dtype='float8_e4m3fn': weights are dequantized to torch.float16, "
+    refused(dequantized, source, dtype="float8_e4m3fn", match=match)
     (source / "generation_config.json").write_text("{")
-    with pytest.raises(OSError, match=r"generation_config\.json' is not a valid"):
-        streamed(source, tmp_path / "sparse", "magnitude", dequantize=True)
+    refused(dequantized, source, match=r"generation_config\.json' is not a valid", error=OSError)
     (source / "model.safetensors").rename(source / "pytorch_model.bin")
     flags = ("--method", "magnitude", "--dequantize")
     assert "instead" not in json.loads(run("plan", source, *flags, "--json").out)["notes"][0]
@@ -370,9 +359,7 @@ def test_a_model_of_fp8_linears_is_refused_by_name():
     model.config.quantization_config = {"quant_method": "fp8"}
     model.model.layers[1].mlp.up_proj = CodedLinear(128, 256)
     codes = r"layer 'model.layers.1.mlp.up_proj' holds codes, quantized \(fp8\): load the model dequantized"
-    with pytest.raises(ValueError, match=codes):
-        mts.sparsify(model, "magnitude", progress=False)
-    assert not list(mts.named_masks(model))
+    refused(mts.sparsify, model, "magnitude", progress=False, match=codes)
     plan = mts.make_plan(model, "magnitude", exclude=["model.layers.1.mlp.up_proj"])
     assert len(plan.layers) == 13
     (scales,) = [item for item in plan.skipped if item.name.endswith("weight_scale_inv")]
@@ -416,13 +403,12 @@ def sparse_llama() -> nn.Module:
 def test_verify_refuses_a_quantized_folder_and_takes_its_model_dequantized(tmp_path):
     folder = quantized(tmp_path, sparse_llama, "fp8")
     (folder / "sparsity.json").write_text("{}")  # of the dense folder, as some tools carry it over
-    with pytest.raises(ValueError, match=r"quantized' is quantized \(fp8\): load it dequantized with transformers"):
-        mts.verify(folder, "2:4")
-    model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=FineGrainedFP8Config(dequantize=True))
+    refused(mts.verify, folder, "2:4", match=r"quantized' is quantized \(fp8\): load it dequantized with transformers")
+    settings = hf.FineGrainedFP8Config(dequantize=True)
+    model = hf.AutoModelForCausalLM.from_pretrained(folder, quantization_config=settings)
     assert len(mts.verify(model, "2:4").layers) == 14
     model.model.layers[1].mlp.up_proj.weight.data[0, :4] = 1
-    with pytest.raises(mts.PatternError, match="1 of 14 layers do not hold their pattern"):
-        mts.verify(model, "2:4")
+    refused(mts.verify, model, "2:4", match="1 of 14 layers do not hold their pattern", error=mts.PatternError)
 
 
 @pytest.mark.filterwarnings("ignore:You passed `quantization_config`:UserWarning")
@@ -434,14 +420,13 @@ def test_verify_takes_what_compressed_tensors_dequantizes(tmp_path, monkeypatch)
 
     for scheme in ("W4A16", "W4A16_ASYM"):
         quantize(sparse_llama(), None, scheme, tmp_path / scheme)
-        model = AutoModelForCausalLM.from_pretrained(
-            tmp_path / scheme, quantization_config=CompressedTensorsConfig(dequantize=True)
-        )
+        settings = hf.CompressedTensorsConfig(dequantize=True)
+        model = hf.AutoModelForCausalLM.from_pretrained(tmp_path / scheme, quantization_config=settings)
         layers = mts.verify(model, "2:4").layers
         assert len(layers) == 14
         assert all(layer.zeros >= layer.size // 2 for layer in layers)
     with pytest.raises(ValueError, match=r"quantized \(compressed-tensors\): load the model dequantized"):
-        mts.verify(AutoModelForCausalLM.from_pretrained(tmp_path / "W4A16"), "2:4")
+        mts.verify(hf.AutoModelForCausalLM.from_pretrained(tmp_path / "W4A16"), "2:4")
 
 
 def test_verify_refuses_layers_that_hold_codes_by_name():
@@ -449,5 +434,4 @@ def test_verify_refuses_layers_that_hold_codes_by_name():
     model: Any = mts.sparsify(llama_of_whole_blocks(), "magnitude", pattern="2:4", enforce=False, progress=False)
     mts.verify(model)
     model.model.layers[1].mlp.up_proj = CodedLinear(128, 256)
-    with pytest.raises(ValueError, match=r"layer 'model.layers.1.mlp.up_proj' holds codes"):
-        mts.verify(model)
+    refused(mts.verify, model, match=r"layer 'model.layers.1.mlp.up_proj' holds codes")

@@ -19,7 +19,7 @@ from modelopt_sparse.methods.scores import Wanda
 from tests.checkpoint.folders import change_config, change_tensors, files_of
 from tests.checkpoint.streams import Stopping, assert_same_folders, saved, streamed
 from tests.faults.faulty import flip, truncate
-from tests.helpers import tiny_llama, token_batches
+from tests.helpers import refused, tiny_llama, token_batches
 from tests.interruptions import interrupted
 
 
@@ -84,8 +84,7 @@ def test_a_generator_is_read_once(stopped):
 
 def test_a_dtype_is_the_same_by_its_name(source, tmp_path):
     given: dict[str, Any] = {"data_loader": token_batches(2), "method": Stopping(10)}
-    with pytest.raises(KeyboardInterrupt):
-        streamed(source, tmp_path / "sparse", dtype="bfloat16", **given)
+    refused(streamed, source, tmp_path / "sparse", dtype="bfloat16", **given, error=KeyboardInterrupt)
     report = streamed(source, tmp_path / "sparse", dtype=torch.bfloat16, **given)
     assert "1 of 3 blocks were reused from a stopped run" in report.notes
 
@@ -97,8 +96,7 @@ def test_a_dtype_is_the_same_by_its_name(source, tmp_path):
 def stopped(source, tmp_path) -> tuple[Path, Path, dict[str, Any]]:
     """A source, a target of which one of three blocks is done, and the arguments of the run that was stopped."""
     given: dict[str, Any] = {"method": Stopping(10), "data_loader": token_batches(3)}
-    with pytest.raises(KeyboardInterrupt):
-        streamed(source, tmp_path / "sparse", **given)
+    refused(streamed, source, tmp_path / "sparse", **given, error=KeyboardInterrupt)
     assert not (tmp_path / "sparse").exists()
     with pytest.raises(ValueError, match="is not a folder"):  # nothing can take what is there for a model
         mts.verify(tmp_path / "sparse")
@@ -120,22 +118,25 @@ def other_code(source: Path) -> None:
     (source / "modeling.py").write_text("SCALE = 2")
 
 
+SOMETHING_ELSE = [
+    ({"pattern": "1:4"}, ["layer model.layers.0.self_attn.q_proj: stopping 2:4 there, stopping 1:4 now"]),
+    ({"seed": 7}, ["seed: 0 there, 7 now"]),
+    ({"exclude": "*.up_proj"}, ["layer model.layers.0.mlp.up_proj: stopping 2:4 there, None now"]),
+    ({"sequential": "none"}, ["sequential: block there, none now"]),
+    ({"enforce": False}, ["enforce: True there, False now"]),
+    ({"reconstruct": 2}, ["stopping 2:4 there, stopping+reconstruct 2:4 now", "and 17 more"]),
+    ({"dtype": torch.bfloat16}, ["dtype: auto there, torch.bfloat16 now"]),
+    ({"method": "wanda"}, ["stopping 2:4 there, wanda 2:4 now"]),
+    ({"data_loader": token_batches(3, seed=5)}, ["calibration data: ", " there, "]),
+    (other_weights, ["source file model.safetensors: ", " there, "]),
+    (other_config, ["source file config.json: "]),
+    (other_code, ["source file modeling.py: None there, "]),
+]
+
+
 @pytest.mark.parametrize(
     ("changes", "parts"),
-    [
-        ({"pattern": "1:4"}, ["layer model.layers.0.self_attn.q_proj: stopping 2:4 there, stopping 1:4 now"]),
-        ({"seed": 7}, ["seed: 0 there, 7 now"]),
-        ({"exclude": "*.up_proj"}, ["layer model.layers.0.mlp.up_proj: stopping 2:4 there, None now"]),
-        ({"sequential": "none"}, ["sequential: block there, none now"]),
-        ({"enforce": False}, ["enforce: True there, False now"]),
-        ({"reconstruct": 2}, ["stopping 2:4 there, stopping+reconstruct 2:4 now", "and 17 more"]),
-        ({"dtype": torch.bfloat16}, ["dtype: auto there, torch.bfloat16 now"]),
-        ({"method": "wanda"}, ["stopping 2:4 there, wanda 2:4 now"]),
-        ({"data_loader": token_batches(3, seed=5)}, ["calibration data: ", " there, "]),
-        (other_weights, ["source file model.safetensors: ", " there, "]),
-        (other_config, ["source file config.json: "]),
-        (other_code, ["source file modeling.py: None there, "]),
-    ],
+    SOMETHING_ELSE,
     ids=lambda value: getattr(value, "__name__", None) or " ".join(map(str, value))[:40],
 )
 def test_started_with_something_else_it_refuses_and_says_what_differs(stopped, changes, parts):
@@ -181,8 +182,7 @@ def test_what_fails_after_a_reused_block_that_was_permuted_is_the_error_that_sho
     """The reused block is permuted again for what it puts out; there is no way back to its dense weights, which are
     not in memory any more."""
     target, options = tmp_path / "sparse", {"data_loader": token_batches(3), "permute": True}
-    with pytest.raises(KeyboardInterrupt):
-        streamed(source, target, Stopping(10), **options)
+    refused(streamed, source, target, Stopping(10), **options, error=KeyboardInterrupt)
     with pytest.raises(ValueError, match=r"^layer 'model.layers.1.self_attn.q_proj': cannot be solved$"):
         streamed(source, target, Broken(0), **options)
     report = streamed(source, target, Stopping(0), **options)
@@ -197,8 +197,7 @@ def test_data_is_compared_after_the_last_block_as_well(stopped, owner, name):
     source, target, given = stopped
     with interrupted(owner, name):
         streamed(source, target, **given)
-    with pytest.raises(ValueError, match="calibration data: "):
-        streamed(source, target, **{**given, "data_loader": token_batches(3, seed=5)})
+    refused(streamed, source, target, **{**given, "data_loader": token_batches(3, seed=5)}, match="calibration data: ")
     left = given["method"].left
     report = streamed(source, target, **given)
     assert given["method"].left == left
@@ -211,20 +210,19 @@ SHARD = "folder/model-00002-of-00004.safetensors"
 NO_JSON = "/sparse.partial/{}' cannot be read: JSONDecodeError"
 
 
-@pytest.mark.parametrize(
-    ("name", "damage", "words"),
-    [
-        *((SHARD, damage, f"is damaged: '{SHARD}' is not as block") for damage in (truncate, flip, Path.unlink)),
-        *((name, truncate, NO_JSON.format(name)) for name in ("started.json", "block-00000.json")),
-        ("block-00000.json", lambda file: file.write_text("{}"), "is damaged: .*missing 5 required"),
-        ("report.json", lambda file: file.write_text("{"), NO_JSON.format("report.json")),
-    ],
-)
+DAMAGED = [
+    *((SHARD, damage, f"is damaged: '{SHARD}' is not as block") for damage in (truncate, flip, Path.unlink)),
+    *((name, truncate, NO_JSON.format(name)) for name in ("started.json", "block-00000.json")),
+    ("block-00000.json", lambda file: file.write_text("{}"), "is damaged: .*missing 5 required"),
+    ("report.json", lambda file: file.write_text("{"), NO_JSON.format("report.json")),
+]
+
+
+@pytest.mark.parametrize(("name", "damage", "words"), DAMAGED)
 def test_a_stopped_run_that_is_damaged_is_refused(stopped, name, damage, words):
     source, target, given = stopped
     damage(target.with_name("sparse.partial") / name)
-    with pytest.raises(ValueError, match=f"{words}.*overwrite=True"):
-        streamed(source, target, **given)
+    refused(streamed, source, target, **given, match=f"{words}.*overwrite=True")
     report = streamed(source, target, overwrite=True, **given)
     assert (len(report.layers), report.notes) == (21, [])
 
@@ -257,8 +255,7 @@ def test_overwrite_replaces_a_model_and_leaves_other_files(source, tmp_path):
     old = saved(tmp_path / "sparse", lambda: tiny_llama(num_hidden_layers=4), max_shard_size=20_000)
     (old / "notes.txt").write_text("mine")
     before = files_of(old)
-    with pytest.raises(ValueError, match="exists and is not empty: give another path, or overwrite=True"):
-        streamed(source, old, "magnitude")
+    refused(streamed, source, old, "magnitude", match="exists and is not empty: give another path, or overwrite=True")
     assert files_of(old) == before
     streamed(source, old, "magnitude", overwrite=True)
     streamed(source, tmp_path / "fresh", "magnitude")
@@ -287,8 +284,7 @@ def test_a_target_that_came_into_being_meanwhile_is_kept(source, tmp_path):
             return super().solve(weight, state, pattern, options)
 
     data = token_batches(2)
-    with pytest.raises(ValueError, match="has come into being since the start"):
-        streamed(source, target, Rival(), data_loader=data)
+    refused(streamed, source, target, Rival(), data_loader=data, match="has come into being since the start")
     assert (target / "config.json").read_text() == "{}"
     shutil.rmtree(target)
     report = streamed(source, target, Rival(), data_loader=data)
@@ -299,8 +295,7 @@ def test_a_run_that_goes_on_keeps_the_plan_of_its_budget(source, tmp_path, monke
     """Nothing is measured again; what it ends in is what a run ends in that was not stopped."""
     given: dict[str, Any] = {"data_loader": token_batches(3), "budget": "50% zeros"}
     method = Stopping(10)
-    with pytest.raises(KeyboardInterrupt):
-        streamed(source, tmp_path / "sparse", method, **given)
+    refused(streamed, source, tmp_path / "sparse", method, **given, error=KeyboardInterrupt)
     kept = json.loads((tmp_path / "sparse.partial" / "budget.json").read_text())
     with monkeypatch.context() as patch:
         patch.setattr(budget, "tabled", None)
@@ -311,11 +306,9 @@ def test_a_run_that_goes_on_keeps_the_plan_of_its_budget(source, tmp_path, monke
     assert_same_folders(tmp_path / "sparse", tmp_path / "whole")
     assert mts.report(tmp_path / "sparse").settings["budget"]["layers"] == kept["layers"]
     # other data: the plan is not taken over
-    with pytest.raises(KeyboardInterrupt):
-        streamed(source, tmp_path / "third", Stopping(10), **given)
+    refused(streamed, source, tmp_path / "third", Stopping(10), **given, error=KeyboardInterrupt)
     given["data_loader"] = token_batches(3, seed=7)
-    with pytest.raises(ValueError, match="calibration data"):
-        streamed(source, tmp_path / "third", method, **given)
+    refused(streamed, source, tmp_path / "third", method, **given, match="calibration data")
     report = streamed(source, tmp_path / "third", method, overwrite=True, **given)
     assert report.settings["budget"]["tried"] != kept["tried"]
 
@@ -365,30 +358,26 @@ def in_two_files(source: Path) -> None:
     (source / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
 
 
-@pytest.mark.parametrize(
-    ("change", "text"),
-    [
-        (
-            in_two_files,
-            r"'model.layers.1.mlp.up_proj.weight' is in 'model-2.safetensors' and in another file",
-        ),
-        (lambda source: (source / "config.json").unlink(), r"holds no config\.json"),
-        (
-            text_of("config.json", '{"model_type": "llama"}'),
-            "names no model class that transformers knows: give one, such as 'architectures'",
-        ),
-        (text_of("generation_config.json", "{"), r"generation_config\.json' is not a valid"),
-        (with_weights(lambda w, name: w.pop(name)), "not hold a whole LlamaForCausalLM: 'model.layers.1.mlp.up_proj"),
-        (
-            with_weights(lambda weights, name: weights[name][3].fill_(float("inf"))),
-            r"layer 'model.layers.1.mlp.up_proj': its weight holds NaN or inf",
-        ),
-    ],
-)
+BAD_SOURCES = [
+    (in_two_files, r"'model.layers.1.mlp.up_proj.weight' is in 'model-2.safetensors' and in another file"),
+    (lambda source: (source / "config.json").unlink(), r"holds no config\.json"),
+    (
+        text_of("config.json", '{"model_type": "llama"}'),
+        "names no model class that transformers knows: give one, such as 'architectures'",
+    ),
+    (text_of("generation_config.json", "{"), r"generation_config\.json' is not a valid"),
+    (with_weights(lambda w, name: w.pop(name)), "not hold a whole LlamaForCausalLM: 'model.layers.1.mlp.up_proj"),
+    (
+        with_weights(lambda weights, name: weights[name][3].fill_(float("inf"))),
+        r"layer 'model.layers.1.mlp.up_proj': its weight holds NaN or inf",
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "text"), BAD_SOURCES)
 def test_sources_that_are_refused(source, tmp_path, change, text):
     change(source)
-    with pytest.raises((ValueError, OSError), match=text):
-        streamed(source, tmp_path / "sparse", "magnitude")
+    refused(streamed, source, tmp_path / "sparse", "magnitude", match=text, error=(ValueError, OSError))
     assert not (tmp_path / "sparse").exists()
 
 
@@ -399,8 +388,7 @@ def test_a_stack_that_cannot_be_chained_is_refused(tmp_path):
     source = saved(tmp_path / "dense", lambda: AlbertForMaskedLM(config))
     options = {"data_loader": token_batches(2)}
     more_than_once = r"AlbertForMaskedLM is .*calls come to its blocks more than once, .*: streaming would"
-    with pytest.raises(ValueError, match=more_than_once):
-        streamed(source, tmp_path / "sparse", "wanda", sequential="none", **options)
+    refused(streamed, source, tmp_path / "sparse", "wanda", sequential="none", **options, match=more_than_once)
     assert not (tmp_path / "sparse").exists()
     streamed(source, tmp_path / "sparse", "wanda", **options)
     expected = dict(mts.named_masks(mts.sparsify(AlbertForMaskedLM.from_pretrained(source), "wanda", **options)))
@@ -425,8 +413,7 @@ def test_what_lay_beside_the_source_is_copied_anew(tmp_path, monkeypatch, broken
 
     with monkeypatch.context() as patch:
         patch.setattr(*((shutil, "copyfile", half) if broken == "a copy" else (stream, "write_description", stopped)))
-        with pytest.raises(OSError, match="the disk is full"):
-            streamed(source, target, "magnitude", pattern="2:4")
+        refused(streamed, source, target, "magnitude", pattern="2:4", match="the disk is full", error=OSError)
     report = streamed(source, target, "magnitude", pattern="2:4")
     for name in ("tokenizer.json", "additional_chat_templates/tool_use.jinja"):
         assert (target / name).read_bytes() == (source / name).read_bytes()

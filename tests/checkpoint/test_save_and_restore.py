@@ -13,14 +13,7 @@ from modelopt_sparse.checkpoint import folder
 from modelopt_sparse.checkpoint.folder import DESCRIPTION, MASKS
 from modelopt_sparse.methods.scores import Magnitude
 from tests.checkpoint.folders import MODELS, PRUNED, outputs, scrambled, sparse
-from tests.helpers import (
-    TESTBED,
-    assert_bits,
-    assert_same_state,
-    plain_from_pretrained,
-    state_of,
-    tiny_llama,
-)
+from tests.helpers import TESTBED, assert_bits, assert_same_state, plain_from_pretrained, refused, state_of, tiny_llama
 from tests.models.tiny import tiny_mixtral
 
 pytestmark = pytest.mark.core
@@ -49,12 +42,10 @@ def test_masks_set_by_hand_are_saved_without_a_report(tmp_path):
     model = tiny_llama()
     mts.set_mask(model, "model.layers.0.mlp.up_proj.weight", torch.rand(64, 32) < 0.3)
     mts.save(model, tmp_path / "out")
-    with pytest.raises(ValueError, match="carries no report"):
-        mts.report(tmp_path / "out")
+    refused(mts.report, tmp_path / "out", match="carries no report")
     restored = mts.restore(sparse("llama"), tmp_path / "out")  # its own masks and report are gone
     assert_same_state(restored, state_of(model))
-    with pytest.raises(ValueError, match="carries no report"):
-        mts.report(restored)
+    refused(mts.report, restored, match="carries no report")
 
 
 def test_models_without_masks_keep_their_report(tmp_path):
@@ -132,8 +123,7 @@ def test_options_with_keys_that_are_no_text_are_read_again(table, tmp_path):
     class Own(Magnitude):
         options = {"table": table}
 
-    model = mts.sparsify(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), Own())
-    mts.save(model, tmp_path)
+    mts.save(mts.sparsify(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), Own()), tmp_path)
     assert mts.report(tmp_path).layers[0].options == {"table": {str(key): value for key, value in table.items()}}
 
 
@@ -196,8 +186,7 @@ def test_dtypes_that_are_lost_are_named(tmp_path):
 def test_shards_and_load_are_for_models_of_transformers(saved, tmp_path):
     with pytest.raises(ValueError, match="max_shard_size is for transformers' models; a Net goes into one file"):
         mts.save(sparse("net"), tmp_path / "out", max_shard_size="1GB")
-    with pytest.raises(ValueError, match=r"holds no config\.json: build the Net and call restore\(model, folder\)"):
-        mts.load(saved("net"))
+    refused(mts.load, saved("net"), match=r"holds no config\.json: build the Net and call restore\(model, folder\)")
 
 
 HALF = mts.Unstructured(0.5, "matrix")
@@ -245,7 +234,5 @@ def test_a_report_does_not_call_dense_what_was_masked_by_hand(tmp_path):
     mts.set_mask(model, "lm_head.weight", torch.rand(97, 32) > 0.5)
     mts.save(model, tmp_path / "saved")
     for report in map(mts.report, (model, tmp_path / "saved")):
-        assert {x.name: "set by hand" in x.reason for x in report.skipped} == {
-            "lm_head": True,
-            "model.embed_tokens": False,
-        }
+        by_hand = [x.name for x in report.skipped if "set by hand" in x.reason]
+        assert (by_hand, {x.name for x in report.skipped}) == (["lm_head"], {"lm_head", "model.embed_tokens"})

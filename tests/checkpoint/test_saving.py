@@ -21,7 +21,7 @@ from modelopt_sparse.checkpoint import folder as format
 from modelopt_sparse.checkpoint import save as checkpoint
 from modelopt_sparse.checkpoint.folder import DESCRIPTION
 from tests.checkpoint.folders import files_of, outputs, scrambled, sparse
-from tests.helpers import TESTBED, assert_bits, assert_same_state, state_of, tiny_llama
+from tests.helpers import TESTBED, assert_bits, assert_same_state, refused, state_of, tiny_llama
 from tests.interruptions import interrupted
 from tests.models.net import Net, net
 
@@ -73,8 +73,7 @@ def test_an_adapter_is_no_part_of_the_new_model(tmp_path):
     mts.verify(out)
     (out / "adapter_config.json").write_text("{}")
     for read in (mts.load, mts.verify, partial(mts.sparsify_checkpoint, target=tmp_path / "x", **options)):
-        with pytest.raises(ValueError, match=r"holds adapter_config.json, an adapter that .*: move it to another fol"):
-            read(out)
+        refused(read, out, match=r"holds adapter_config.json, an adapter that .*: move it to another fol")
     mts.restore(scrambled("llama"), out)
     mts.pack(out, tmp_path / "packed")
     mts.load(tmp_path / "packed")
@@ -85,8 +84,7 @@ def test_a_module_that_is_not_of_transformers_leaves_no_config_of_one(tmp_path):
     mts.save(sparse("llama"), tmp_path)
     mts.save(sparse("net"), tmp_path, overwrite=True)
     assert not (tmp_path / "config.json").exists()
-    with pytest.raises(ValueError, match=r"holds no config.json: restore it into its model"):
-        mts.verify(tmp_path)
+    refused(mts.verify, tmp_path, match=r"holds no config.json: restore it into its model")
     (tmp_path / "config.json").write_text('{"width": 8}')
     mts.save(sparse("net"), tmp_path, overwrite=True)
     assert (tmp_path / "config.json").read_text() == '{"width": 8}'
@@ -239,8 +237,7 @@ def test_the_folder_that_the_weights_come_from_is_refused(broken, tmp_path, monk
     assert files_of(folder) == before
     if how in ("load", "restore"):  # these know it wherever the process has gone since
         monkeypatch.chdir(tmp_path / "elsewhere")
-        with pytest.raises(ValueError, match="is the folder that the weights come from"):
-            mts.save(model, folder, overwrite=True)
+        refused(mts.save, model, folder, overwrite=True, match="is the folder that the weights come from")
         monkeypatch.chdir(tmp_path)
     for _ in range(2):
         mts.save(model, "other", overwrite=True)
@@ -291,13 +288,11 @@ def test_a_folder_that_may_not_be_written_is_an_oserror_with_its_name(tmp_path):
 def test_pickle_paths_are_refused_with_the_folder_form(tmp_path, name):
     path = tmp_path / name
     advice = "looks like a pickle file.*give a folder"
-    with pytest.raises(ValueError, match=advice):
-        mts.save(sparse("net"), path)
+    refused(mts.save, sparse("net"), path, match=advice)
     assert list(tmp_path.iterdir()) == []
     torch.save({}, path)
     for read in (partial(mts.restore, net()), mts.load, mts.report):
-        with pytest.raises(ValueError, match=advice):
-            read(path)
+        refused(read, path, match=advice)
 
 
 def on_meta() -> nn.Module:

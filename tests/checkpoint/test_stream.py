@@ -22,7 +22,7 @@ from modelopt_sparse.checkpoint.streamed import spilled, write_index
 from modelopt_sparse.model import hf
 from modelopt_sparse.plan.options import QUALITIES
 from tests.checkpoint.streams import assert_same_folders, batches, blocks_in_memory, in_memory, saved, streamed
-from tests.helpers import assert_bits, run_python, tiny_llama
+from tests.helpers import assert_bits, refused, run_python, tiny_llama
 from tests.models.tiny import tiny_gpt2, tiny_mixtral, tiny_qwen, tiny_t5, tiny_yolos
 
 pytestmark = pytest.mark.core
@@ -61,11 +61,8 @@ def test_best_is_that_of_memory_without_text_of_its_own_metric_and_distillation(
     assert "the model writes no text itself: each token takes a pass over all weights" in " ".join(report.notes)
     assert "reconstruct's metric is the plain squared error: the model is streamed" in report.notes
     assert "no distillation: each step takes a pass over all weights, which lie on disk" in report.notes
-    alone = {
-        "self_data": 0,
-        "distill": None,
-        "reconstruct": {**QUALITIES["best"].options["reconstruct"], "metric": "plain"},
-    }
+    plain = {**QUALITIES["best"].options["reconstruct"], "metric": "plain"}
+    alone = {"self_data": 0, "distill": None, "reconstruct": plain}
     model = mts.sparsify(MODELS["llama"](), quality="best", progress=False, **alone, **options)
     for name, weight in mts.load(tmp_path / "out").named_parameters():
         assert_bits(weight, model.get_parameter(name))
@@ -243,11 +240,10 @@ def test_one_block_has_weights_at_any_time(tmp_path, name):
     assert set(counts) == {1}
 
 
-@pytest.mark.parametrize(
-    ("options", "readings"),
-    [({"method": "magnitude"}, 1), ({"method": "sparsegpt"}, 3), ({"method": "wanda", "reconstruct": 1}, 3)],
-    ids=["magnitude", "sparsegpt", "reconstruct"],
-)
+READINGS = [({"method": "magnitude"}, 1), ({"method": "sparsegpt"}, 3), ({"method": "wanda", "reconstruct": 1}, 3)]
+
+
+@pytest.mark.parametrize(("options", "readings"), READINGS, ids=["magnitude", "sparsegpt", "reconstruct"])
 def test_how_often_the_source_is_read(tmp_path, monkeypatch, options, readings):
     """In the dense run, in the rehearsal, and for the solution. With data, files are hashed in the first
     of these, each when the first block is read from it."""
@@ -289,8 +285,7 @@ def test_masks_and_weights_of_a_block_are_gone_after_its_turn(tmp_path, monkeypa
 
     monkeypatch.setattr(blocks.Streamed, "_write", watching)
     streamed(source, tmp_path / "sparse", "sparsegpt", data_loader=batches())
-    assert len(alive) == 21
-    assert numbers == [0, 0, 0]
+    assert (len(alive), numbers) == (21, [0, 0, 0])
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "transposed", "expanded", "scalar", "empty"])
@@ -318,8 +313,7 @@ def test_a_full_disk_is_an_error_before_anything_is_written(tmp_path, monkeypatc
         raise OSError(errno.ENOSPC, f"no room for {size} bytes from {begin}")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(OSError, match="no room for 60 bytes from 0"):
-        spilled(torch.ones(3, 5), tmp_path)
+    refused(spilled, torch.ones(3, 5), tmp_path, match="no room for 60 bytes from 0", error=OSError)
     assert not list(tmp_path.iterdir())
 
 

@@ -44,8 +44,7 @@ WRONG = {
 
 @pytest.mark.parametrize("budget", WRONG, ids=str)
 def test_what_is_wrong_is_said(budget):
-    with pytest.raises(ValueError if isinstance(budget, str) else TypeError, match=WRONG[budget]):
-        parse_budget(budget)
+    refused(parse_budget, budget, match=WRONG[budget], error=ValueError if isinstance(budget, str) else TypeError)
 
 
 def test_choices_of_layers():
@@ -67,14 +66,13 @@ def test_choices_of_layers():
     assert any("weights in 16 bits, which cusparselt takes" in note for note in in_float32.notes)
 
 
-@pytest.mark.parametrize(
-    ("options", "permutes"),
-    [
-        *[({}, False), ({"choices": "dense,2:4,50%"}, True), ({"pattern": "2:4"}, True), ({"pattern": 0.5}, False)],
-        ({"budget": "90% bytes", "runtime": "cusparselt"}, True),  # levels save none
-    ],
-    ids=str,
-)
+PERMUTES = [
+    *[({}, False), ({"choices": "dense,2:4,50%"}, True), ({"pattern": "2:4"}, True), ({"pattern": 0.5}, False)],
+    ({"budget": "90% bytes", "runtime": "cusparselt"}, True),  # levels save none
+]
+
+
+@pytest.mark.parametrize(("options", "permutes"), PERMUTES, ids=str)
 def test_quality_permutes_where_a_choice_is_n_m(options, permutes):
     options = {"quality": "balanced", "budget": "9% zeros", **options}
     plan = mts.make_plan(tiny_llama(), **options)

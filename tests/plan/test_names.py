@@ -11,6 +11,7 @@ from modelopt_sparse.methods import METHODS
 from modelopt_sparse.methods.patterns import NM
 from modelopt_sparse.plan.options import RENAMED, Rule, SparsifyConfig, check_globs, parse_rules
 from modelopt_sparse.plan.planner import resolve, resolve_method
+from tests.helpers import refused
 from tests.plan.test_options import make
 
 # globs ----------------------------------------------------------------------------------------------------------------
@@ -20,13 +21,10 @@ def test_globs_match_whole_names_by_case():
     check_globs(["*.q_proj", "b.?"], ["a.q_proj", "b.k"], "layer of this Llama")
     check_globs([], [], "layer")
     message = "'*.Q_proj' matches no layer of this Llama; names look like a.q_proj"
-    with pytest.raises(ValueError, match=re.escape(message)):
-        check_globs(["a.*", "*.Q_proj"], ["a.q_proj", "b.k"], "layer of this Llama")
-    with pytest.raises(ValueError, match=r"'q_proj' matches no layer; names look like \(there is none\)"):
-        check_globs(["q_proj"], [], "layer")
+    refused(check_globs, ["a.*", "*.Q_proj"], ["a.q_proj", "b.k"], "layer of this Llama", match=re.escape(message))
+    refused(check_globs, ["q_proj"], [], "layer", match=r"'q_proj' matches no layer; names look like \(there is none\)")
     message = "'head' matches no layer, only weights that stay dense: output head; names look like b"
-    with pytest.raises(ValueError, match=f"{message}$"):
-        check_globs(["head"], ["b"], "layer", {"head": "output head", "bed": "embedding"})
+    refused(check_globs, ["head"], ["b"], "layer", {"head": "output head", "bed": "embedding"}, match=f"{message}$")
 
 
 # rules ----------------------------------------------------------------------------------------------------------------
@@ -69,8 +67,7 @@ def test_the_keys_of_modelopt_are_translated():
 
 @pytest.mark.parametrize(("old", "new"), RENAMED.items())
 def test_an_option_under_both_names_is_refused(old, new):
-    with pytest.raises(ValueError, match=f"options '{old}' and '{new}' mean the same; give one"):
-        make({old: 1, new: 1})
+    refused(make, {old: 1, new: 1}, match=f"options '{old}' and '{new}' mean the same; give one")
 
 
 def test_class_rules_of_modelopt_turn_around_because_there_the_last_match_wins():
@@ -112,13 +109,11 @@ BAD_LISTS = [
 @pytest.mark.parametrize(("mode", "words"), BAD_LISTS)
 def test_a_bad_mode_list_is_refused(mode, words):
     wrong_type = any(part in words for part in ("entry", "class rule '", "a rule is"))
-    with pytest.raises(TypeError if wrong_type else ValueError, match=words):
-        resolve_method(mode)
+    refused(resolve_method, mode, match=words, error=TypeError if wrong_type else ValueError)
 
 
 def test_classes_and_globs_do_not_mix_in_one_mapping():
-    with pytest.raises(ValueError, match=r"and '\*q_proj' is none: give rules of globs alone"):
-        make(rules={"nn.Linear": {}, "*q_proj": None})
+    refused(make, rules={"nn.Linear": {}, "*q_proj": None}, match=r"and '\*q_proj' is none: give rules of globs alone")
 
 
 @pytest.mark.parametrize("where", ["config", "keyword"])
@@ -145,16 +140,16 @@ def test_what_has_no_adapter_is_named_with_the_library_that_it_is_of():
         mts.make_plan(nn.Sequential(nn.LSTM(4, 4), nn.Linear(4, 4)), masks=mask)
 
 
-@pytest.mark.parametrize(
-    ("options", "pruned"),
-    [
-        ({"exclude": "1.*"}, None),
-        ({"exclude": "1.0"}, None),
-        ({"rules": {"1.0": None}}, None),
-        ({"rules": {"1.*": {"pattern": "1:4"}}}, "1:4"),
-        ({"include": "1.0"}, "2:4"),
-    ],
-)
+SHARED = [
+    ({"exclude": "1.*"}, None),
+    ({"exclude": "1.0"}, None),
+    ({"rules": {"1.0": None}}, None),
+    ({"rules": {"1.*": {"pattern": "1:4"}}}, "1:4"),
+    ({"include": "1.0"}, "2:4"),
+]
+
+
+@pytest.mark.parametrize(("options", "pruned"), SHARED)
 def test_a_weight_that_layers_share_goes_by_all_of_their_names(options, pruned):
     model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(2)))
     model[1][0].weight = model[0][0].weight

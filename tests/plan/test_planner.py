@@ -413,12 +413,17 @@ def peft_model(kind: str, **options: Any) -> Any:
     return peft.get_peft_model(tiny_llama(), getattr(peft, kind)(target_modules=["q_proj", "v_proj"], **options))
 
 
+ADAPTERS_OF_PEFT = [
+    ("LoraConfig", {"r": 4}),
+    ("LoraConfig", {"r": 4, "use_dora": True}),
+    ("LoHaConfig", {}),
+    ("OFTConfig", {}),
+]
+
+
 # peft 0.21 asks transformers 5.23 by an old name
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [("LoraConfig", {"r": 4}), ("LoraConfig", {"r": 4, "use_dora": True}), ("LoHaConfig", {}), ("OFTConfig", {})],
-)
+@pytest.mark.parametrize(("kind", "options"), ADAPTERS_OF_PEFT)
 def test_adapters_stay_dense(kind, options):
     """Whatever PEFT puts beside a layer, by its types; the layers that it wraps are pruned as any other."""
     model = peft_model(kind, **options)
@@ -525,6 +530,5 @@ def test_modelopts_signature():
     for mode in ("sparsegpt", [("sparse_magnitude", {"nn.Linear": {"*": {}, "*q_proj*": None}})]):
         by_position = mts.sparsify(tiny_llama(), mode, dict(config), progress=False)
         assert_same_masks(mts.sparsify(tiny_llama(), mode=mode, config=dict(config), progress=False), by_position)
-    refused(
-        make_plan, tiny_llama(), "wanda", mode="sparsegpt", match="method='wanda' and mode='sparsegpt' mean the same"
-    )
+    match = "method='wanda' and mode='sparsegpt' mean the same"
+    refused(make_plan, tiny_llama(), "wanda", mode="sparsegpt", match=match)

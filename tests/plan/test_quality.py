@@ -161,13 +161,13 @@ def test_unstructured_masks_may_hold_any_count():
     mts.verify(model)
 
 
-@pytest.mark.parametrize(
-    ("make", "parameter"),
-    [
-        (lambda: nn.Sequential(nn.Conv1d(8, 8, 3, groups=2), nn.Conv1d(8, 8, 3)), "0.weight"),
-        (lambda: nn.Sequential(nn.MultiheadAttention(8, 2), nn.Linear(8, 8)), "0.in_proj_weight"),
-    ],
-)
+SEVERAL_MATRICES = [
+    (lambda: nn.Sequential(nn.Conv1d(8, 8, 3, groups=2), nn.Conv1d(8, 8, 3)), "0.weight"),
+    (lambda: nn.Sequential(nn.MultiheadAttention(8, 2), nn.Linear(8, 8)), "0.in_proj_weight"),
+]
+
+
+@pytest.mark.parametrize(("make", "parameter"), SEVERAL_MATRICES)
 def test_unstructured_masks_may_hold_other_counts_in_each_of_several_matrices(make, parameter):
     model = make()
     mask = torch.arange(model.get_parameter(parameter).numel()).view_as(model.get_parameter(parameter)) > 20

@@ -255,8 +255,7 @@ def test_an_error_of_another_kind_is_left_as_it_is():
             raise RuntimeError("no product of these shapes")
 
     method = Wrong(METHODS["magnitude"], 1)
-    with pytest.raises(RuntimeError, match="no product of these shapes"):
-        mts.sparsify(tiny_llama(), method)
+    refused(mts.sparsify, tiny_llama(), method, match="no product of these shapes", error=RuntimeError)
     assert len(method.tried) == 1
 
 
