@@ -63,7 +63,7 @@ NOT_COPIED = re.compile(rf"\.({'|'.join(WEIGHT_FORMATS)})$|\.index\.json$|^spars
 def checked_path(folder: str | Path) -> Path:
     """The path of a folder to read or write. Raises ValueError for the name of a pickle file."""
     path = Path(folder)
-    if path.suffix in PICKLES and not path.is_dir():
+    if path.suffix.lower() in PICKLES and not path.is_dir():
         raise ValueError(f"{str(path)!r} looks like a pickle file, which is neither written nor read: give a folder")
     return path
 

@@ -284,7 +284,7 @@ def test_a_folder_that_may_not_be_written_is_an_oserror_with_its_name(tmp_path):
         mts.save(sparse("net"), tmp_path / "out")
 
 
-@pytest.mark.parametrize("name", ["model.pth", "model.pt", "pytorch_model.bin", "model.pkl", "model.ckpt"])
+@pytest.mark.parametrize("name", ["model.pth", "model.PT", "pytorch_model.bin", "model.pkl", "model.ckpt"])
 def test_pickle_paths_are_refused_with_the_folder_form(tmp_path, name):
     path = tmp_path / name
     advice = "looks like a pickle file.*give a folder"
