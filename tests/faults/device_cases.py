@@ -129,9 +129,13 @@ def test_architectures_with_padding(name, device_name, place):
     assert_same(found, expected, atol=ROUNDINGS[device_name])
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("options", [{}, {"memory_limit": "200KB", "min_tokens": 4}], ids=["", "a few at a time"])
-@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+FEW = {"memory_limit": "200KB", "min_tokens": 4}
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "place"),
+    [("mixtral", {}, "on it"), ("mixtral", FEW, "device="), ("gpt_oss", {}, "device="), ("gpt_oss", FEW, "on it")],
+)
 def test_mixtures_of_experts(name, options, place):
     model, data = MODELS[name](), token_batches(vocab=53)
     expected = sparse(copy.deepcopy(model), data, **options)
@@ -140,8 +144,7 @@ def test_mixtures_of_experts(name, options, place):
     assert_same(found, expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("spill", [False, True])
-@pytest.mark.parametrize("method", ["magnitude", "sparsegpt"])
+@pytest.mark.parametrize(("method", "spill"), [("magnitude", False), ("sparsegpt", True)])
 def test_streaming(method, spill, tmp_path):
     tiny_llama().save_pretrained(tmp_path / "dense")
     options = {"data_loader": token_batches(), "progress": False}
@@ -165,8 +168,9 @@ def test_a_streaming_run_that_was_stopped_goes_on(sequential, tmp_path, device):
     assert_same(mts.load(tmp_path / "stopped"), mts.load(tmp_path / "at once"), atol=0)
 
 
-@pytest.mark.parametrize("more", [{"refit": False}, {"reconstruct": 1}], ids=str)
-@pytest.mark.parametrize("place", [*PLACES, "streamed"])
+@pytest.mark.parametrize(
+    ("place", "more"), [("on it", {"reconstruct": 1}), ("device=", {"refit": False}), ("streamed", {"reconstruct": 1})]
+)
 def test_shrink(place, more, tmp_path, device):
     options = {"mlp": 0.25, "blocks": 1, "blocks_by": "influence", "data_loader": token_batches(), "progress": False}
     options |= more
@@ -219,8 +223,15 @@ def test_activations_do_not_stay_where_they_go_to_files(tmp_path, monkeypatch):
 THERE = ["model.embed_tokens", "model.rotary_emb", "model.layers.0", "lm_head"]
 
 
-@pytest.mark.parametrize("options", [{}, {"permute": True}, {"sequential": "none"}], ids=str)
-@pytest.mark.parametrize("how", ["offloaded", "spread"])
+@pytest.mark.parametrize(
+    ("how", "options"),
+    [
+        ("offloaded", {"permute": True}),
+        ("offloaded", {"sequential": "none"}),
+        ("spread", {}),
+        ("spread", {"permute": True}),
+    ],
+)
 def test_models_that_accelerate_runs_on_the_device(how, options):
     """All weights come from the CPU for each call, or those of the last block do."""
     model = tiny_llama(attn_implementation="eager", tie_word_embeddings=False)
