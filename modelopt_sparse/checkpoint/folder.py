@@ -123,7 +123,7 @@ def staged(folder: Path, *, overwrite: bool) -> Iterator[Path]:
     """
     folder = folder.resolve()
     made = missing_parents(folder)
-    # a name may have 255 bytes
+    # the beginning of a long name: with all that follows it may have 255 bytes
     writer, started = f".{folder.name[:32]}.{socket.gethostname()}", round(psutil.Process().create_time())
     staging = folder.with_name(f"{writer}.{os.getpid()}.{started}.{secrets.token_hex(4)}.partial")
     left = "what was there before is complete" if folder.exists() else "nothing is left of it"

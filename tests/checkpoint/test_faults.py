@@ -27,8 +27,8 @@ from tests.faults import faulty
 from tests.faults.faulty import Runs
 from tests.helpers import TESTBED, refused, tiny_llama, token_batches
 
-HAS_BOTH = hasattr(os, "fork") and Path("/proc/self").exists()
-pytestmark = pytest.mark.skipif(not HAS_BOTH, reason="needs fork and /proc")
+HAS_FORK_AND_PROC = hasattr(os, "fork") and Path("/proc/self").exists()
+pytestmark = pytest.mark.skipif(not HAS_FORK_AND_PROC, reason="needs fork and /proc")
 
 BLOCKS = 4
 KILL, FULL = {"what": "kill"}, {"what": "full"}
