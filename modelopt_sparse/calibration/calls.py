@@ -123,7 +123,7 @@ class Calls:
         self._state = partial(ModelState, modules, objects_of(modules))
         self.attempt: Attempt | None = None
         self._newest: WeakValueDictionary[Any, Tensor] = WeakValueDictionary()
-        moved = self.run.config.device is not None
+        self._offloads, moved = has_hook(self.run.model), self.run.config.device is not None
         self._home = {block: input_device(block) for block in self.stack_of if moved and not has_hook(block)}
 
     def follow(self, call: NumberedCall | None) -> None:
@@ -208,7 +208,7 @@ class Calls:
             put_back()
             if not ended or attempt.only_shapes:
                 state.put_back()
-                if has_hook(self.run.model):
+                if self._offloads:
                     reoffload(self.run.model)
         if attempt.needed:  # and the model has caught it
             raise Needed

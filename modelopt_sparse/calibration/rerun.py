@@ -333,8 +333,8 @@ def objects_of(modules: Sequence[nn.Module]) -> list[Any]:
 
 def _contents(attributes: Mapping[str, Any]) -> list[tuple[Any, Any]]:
     """Lists, sets and dicts among a module's attributes, each with a copy."""
-    containers = [(key, value) for key, value in attributes.items() if type(value) in (list, set, dict)]
-    return [(value, copy.copy(value)) for key, value in containers if key not in OF_A_MODULE]
+    values = (value for key, value in attributes.items() if key not in OF_A_MODULE)
+    return [(value, copy.copy(value)) for value in values if type(value) in (list, set, dict)]
 
 
 def with_copied_arguments(call: Call) -> tuple[Call, Callable[[], None]]:
