@@ -1,12 +1,10 @@
 """The estimate of a run's memory: against hand computations, and against what solvers hold."""
 
-from typing import Any
-
 import psutil
 import pytest
 import torch
 from torch import nn
-from transformers import PreTrainedConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import PreTrainedConfig
 
 import modelopt_sparse as mts
 from modelopt_sparse.methods import METHODS
@@ -18,8 +16,8 @@ from modelopt_sparse.plan.planner import make_plan
 from modelopt_sparse.shrinking import importance as choose_channels
 from modelopt_sparse.shrinking.plan import plan_shrink
 from modelopt_sparse.shrinking.sizes import ShrinkRequest, TargetSizes
-from tests.helpers import LiveBytes, tiny_llama
-from tests.models.expert_models import VOCAB
+from tests.helpers import LiveBytes, tiny_llama, token_batches
+from tests.models.expert_models import VOCAB, causal
 from tests.models.shrinkable import shrinkable
 from tests.plan.test_planner import untied
 
@@ -99,7 +97,7 @@ def test_a_large_batch_takes_more_than_the_solver():
 
 
 def test_what_blocks_share_is_outside_of_them():
-    model: Any = untied()
+    model = untied()
     model.model.layers[0].mlp.gate_proj = model.model.layers[1].mlp.gate_proj
     plain, tied = (make_plan(x, "magnitude", exclude="*gate_proj").streamed["host"] for x in (untied(), model))
     size = 4 * 64 * 32
@@ -248,34 +246,6 @@ def test_auto_holds_fisher_metrics_of_a_model_in_memory_alone(metric, held, stre
     assert [("fisher_metrics" in parts) for parts in plan.streamed.values()] == [streamed]
 
 
-def peak_and_plan(model, **options) -> tuple[int, int]:
-    options = {"progress": False, "enforce": False, **options}
-    plan = make_plan(model, "sparsegpt", **options)
-    with LiveBytes(*(p.detach() for p in model.parameters()), *model.buffers()) as live:
-        mts.sparsify(model, "sparsegpt", **options)
-    return live.peak, sum(plan.memory.values())
-
-
-def test_plan_of_a_budget_counts_the_weights_of_the_plans_that_are_tried():
-    model = tiny_llama(num_hidden_layers=6, hidden_size=128, intermediate_size=256)
-    data = [torch.randint(3, 97, (1, 32), generator=torch.Generator().manual_seed(i)) for i in range(2)]
-    peak, plan = peak_and_plan(model, budget="50% zeros", data_loader=data)
-    assert peak <= plan
-
-
-def mixture(experts: int):
-    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64, "head_dim": 16}
-    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts_per_tok": 2, "num_experts": experts}
-    torch.manual_seed(0)
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(vocab_size=VOCAB, num_hidden_layers=1, **sizes)).eval()
-
-
-def test_plan_counts_the_solutions_of_experts_that_are_solved_in_turns():
-    data = [torch.randint(3, VOCAB, (1, 32), generator=torch.Generator().manual_seed(i)) for i in range(2)]
-    peak, plan = peak_and_plan(mixture(64), pattern="2:4", data_loader=data, memory_limit="1MB")
-    assert peak <= plan
-
-
 class Numbers:
     """Reads any text as the same tokens."""
 
@@ -285,25 +255,41 @@ class Numbers:
         return {"input_ids": list(range(3, VOCAB)) * 400}
 
 
-def test_plan_counts_the_tokens_of_experts_that_see_all_of_them():
-    """Second matrices: each expert holds rows of its own for every token."""
-    data = {"data": ["x"], "tokenizer": Numbers(), "num_samples": 256, "seq_len": 32, "batch_size": 4}
-    data |= {"memory_limit": "1MB", "experts": "all_tokens", "min_tokens": 10**6}
-    peak, plan = peak_and_plan(mixture(8), pattern="2:4", **data)
-    assert peak <= plan
+def mixture(experts: int) -> nn.Module:
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 64, "num_experts_per_tok": 2, "num_experts": experts}
+    return causal("Qwen3Moe", **sizes, num_hidden_layers=1, head_dim=16)()
 
 
-@pytest.mark.parametrize("options", [{}, {"sequential": "none"}])
-def test_plan_counts_a_batch_that_runs_through_a_block(options):
-    model = tiny_llama(num_hidden_layers=3, vocab_size=VOCAB)
-    data = {"data": ["x"], "tokenizer": Numbers(), "num_samples": 64, "seq_len": 64, "batch_size": 32}
-    peak, plan = peak_and_plan(model, pattern="2:4", **data, **options)
-    assert peak <= plan
+NUMBERS = {"data": ["x"], "tokenizer": Numbers()}
+ROWS_OF_TOKENS = {"data_loader": token_batches(2, 1, 32, VOCAB)}
+ALL_TOKENS = {"experts": "all_tokens", "min_tokens": 10**6, "num_samples": 256, "seq_len": 32, "batch_size": 4}
+LARGE_BATCHES = {"num_samples": 64, "seq_len": 64, "batch_size": 32}
+PEAKS = {  # what the plan counts -> a model, options
+    "weights of the plans that a budget tries": (
+        lambda: tiny_llama(num_hidden_layers=6, hidden_size=128, intermediate_size=256),
+        {**ROWS_OF_TOKENS, "budget": "50% zeros"},
+    ),
+    "solutions of experts that are solved in turns": (lambda: mixture(64), {**ROWS_OF_TOKENS, "memory_limit": "1MB"}),
+    # second matrices: each expert holds rows of its own for every token
+    "tokens of experts that see all": (lambda: mixture(8), {**NUMBERS, **ALL_TOKENS, "memory_limit": "1MB"}),
+    "a batch in a block": (lambda: tiny_llama(num_hidden_layers=3), {**NUMBERS, **LARGE_BATCHES}),
+    "a batch, dense": (lambda: tiny_llama(num_hidden_layers=3), {**NUMBERS, **LARGE_BATCHES, "sequential": "none"}),
+}
+
+
+@pytest.mark.parametrize("case", PEAKS)
+def test_a_run_holds_no_more_than_the_plan_says(case):
+    build, options = PEAKS[case]
+    model, options = build(), {"progress": False, "enforce": False, **options}
+    plan = make_plan(model, "sparsegpt", **options)
+    with LiveBytes(*(p.detach() for p in model.parameters()), *model.buffers()) as live:
+        mts.sparsify(model, "sparsegpt", **options)
+    assert live.peak <= sum(plan.memory.values())
 
 
 def test_plan_counts_what_is_held_while_text_is_written():
     """Keys and values: 2 blocks, 2 heads of 8 channels, 32 windows of 64 tokens."""
-    data = {"data": ["x"], "tokenizer": Numbers(), "num_samples": 20, "seq_len": 64}
+    data = {**NUMBERS, "num_samples": 20, "seq_len": 64}
     plan = make_plan(tiny_llama(), "wanda", **data, self_data="auto")
     assert plan.memory["cache_of_own_text"] == 2 * 2 * 2 * 8 * 32 * 64 * 4
     assert "cache_of_own_text" not in make_plan(tiny_llama(), "wanda", **data).memory
