@@ -19,10 +19,9 @@ from modelopt_sparse.accuracy.distill import Teacher, distill_from
 from modelopt_sparse.accuracy.tuning import TunedWeights, learning_rates, schedule
 from modelopt_sparse.calibration.data import Call, split_steps
 from modelopt_sparse.distributed import Processes
-from modelopt_sparse.reports.report import Report
 from modelopt_sparse.run import InMemory, calibrating
 from tests import helpers
-from tests.accuracy.tuned import BATCHES, tuned_model
+from tests.accuracy.tuned import BATCHES, Adam, tuned_model
 from tests.helpers import assert_same_state, in_steps, refused, state_of, tiny_llama, token_batches
 from tests.interruptions import interrupted
 from tests.models.architectures import ARCHITECTURES
@@ -50,12 +49,12 @@ def test_steps_are_those_of_a_plain_loop():
     """In float64: a copy of the dense model teaches, Adam is written out, pruned places are multiplied away."""
     model, dense = tiny_llama().double(), tiny_llama().double()
     student, batches = sparsified(tiny_llama().double(), distill=None), in_steps(token_batches(BATCHES))
-    masks = {f"{name[: -len('_mask')]}": buffer for name, buffer in student.named_buffers() if name.endswith("_mask")}
+    masks = {name: mask.clone() for name, mask in mts.named_masks(student)}
     student = mts.export(student)
     tuned = {name: p for name, p in student.named_parameters() if name in masks or p.dim() == 1}
     outputs = [p.shape[0] if name in masks else 0 for name, p in tuned.items()]
     rates = learning_rates([*tuned.values()], [masks.get(name) for name in tuned], outputs, 0.12)
-    moments = {name: [torch.zeros_like(p), torch.zeros_like(p)] for name, p in tuned.items()}
+    adams = {name: Adam(p) for name, p in tuned.items()}
     held_back = torch.cat(helpers.judging_outputs(batches))
     tuned_on = len(batches) - len(held_back)
     order, step, steps = torch.Generator().manual_seed(0), 0, 2 * tuned_on
@@ -75,12 +74,8 @@ def test_steps_are_those_of_a_plain_loop():
             (mean_kl(taught, sparse) * len(taught)).backward()
             with torch.no_grad():
                 for (name, parameter), rate in zip(tuned.items(), rates):
-                    gradient = parameter.grad * masks.get(name, torch.ones_like(parameter))
-                    first, second = moments[name]
-                    first.mul_(0.9).add_(gradient, alpha=0.1)
-                    second.mul_(0.95).add_(gradient**2, alpha=0.05)
-                    corrected = first / (1 - 0.9 ** (step + 1)), (second / (1 - 0.95 ** (step + 1))).sqrt()
-                    parameter -= rate * schedule(step, steps) * corrected[0] / (corrected[1] + 1e-12)
+                    direction = adams[name].direction(parameter.grad * masks.get(name, 1))
+                    parameter -= rate * schedule(step, steps) * direction
             step += 1
         if judge() < best:
             best, result = judge(), copy.deepcopy(student.state_dict())
@@ -97,12 +92,12 @@ def test_moments_in_bfloat16_are_rounded_between_steps_alone():
     """Adam written out in float32, its moments rounded after each step; a mask holds values of kept weights alone."""
     weight, mask = nn.Parameter(torch.randn(6, 8)), torch.rand(6, 8) > 0.5
     (tuned,) = TunedWeights({weight: mask}, {weight: 6}, 0.4, moments=torch.bfloat16).members
-    values, first, second = weight.detach()[mask], torch.zeros(int(mask.sum())), torch.zeros(int(mask.sum()))
+    values = weight.detach()[mask]
+    adam = Adam(values)
     for step in range(1, 6):
         gradient = torch.randn(int(mask.sum())) * 10.0**-step
-        first, second = 0.9 * first + 0.1 * gradient, 0.95 * second + 0.05 * gradient**2
-        values = values - tuned.rate * (first / (1 - 0.9**step)) / ((second / (1 - 0.95**step)).sqrt() + 1e-12)
-        first, second = first.bfloat16().float(), second.bfloat16().float()
+        values = values - tuned.rate * adam.direction(gradient)
+        adam.moments = [moment.bfloat16().float() for moment in adam.moments]
         tuned.step(gradient, 1.0)
         torch.testing.assert_close(tuned.values, values)
         assert {tuned.adam.state[tuned.values][name].dtype for name in ("exp_avg", "exp_avg_sq")} == {torch.bfloat16}
@@ -110,15 +105,13 @@ def test_moments_in_bfloat16_are_rounded_between_steps_alone():
 
 
 def test_only_kept_weights_norms_and_biases_change():
-    model, dense = sparsified(tiny_gpt2(), include="*.mlp.*"), tiny_gpt2()
+    model = sparsified(tiny_gpt2(), include="*.mlp.*")
     without = dict(sparsified(tiny_gpt2(), include="*.mlp.*", distill=None).named_parameters())
-    pruned = {name.removesuffix("_mask") for name, _ in model.named_buffers() if name.endswith("_mask")}
     changed = {name for name, p in model.named_parameters() if not torch.equal(p, without[name])}
-    for name, _ in dense.named_parameters():
+    for name in without:
         assert (name in changed) == (".ln_" in name or ".mlp." in name), name
-        if name in pruned:
-            mask = dict(model.named_buffers())[f"{name}_mask"]
-            assert torch.equal(model.get_parameter(name) != 0, mask)
+    for name, mask in mts.named_masks(model):
+        assert torch.equal(model.get_parameter(name) != 0, mask)
 
 
 NEVER_WORSE = [
@@ -180,10 +173,9 @@ def test_batches_that_ask_for_tuples(build):
 
 def test_labels_that_no_decoder_inputs_are_made_of():
     build = ARCHITECTURES["whisper"].build
-    batches = [
-        {"input_features": batch["input_features"], "labels": batch["decoder_input_ids"]}
-        for batch in ARCHITECTURES["whisper"].batches("right")
-    ]
+    batches = ARCHITECTURES["whisper"].batches("right")
+    for batch in batches:
+        batch["labels"] = batch.pop("decoder_input_ids")
     options = {"data_loader": batches, "progress": False}
     words = "a WhisperForConditionalGeneration tells no decoder_input_ids from labels: give both"
     refused(mts.sparsify, build(), "wanda", distill=1, match=words, **options)
@@ -350,11 +342,8 @@ def test_an_interruption_leaves_the_best_values_so_far(monkeypatch, stopped_in):
     judged = []
     judge = tuning.BatchNumbers.validation_error
     monkeypatch.setattr(tuning.BatchNumbers, "validation_error", lambda *a: judged.append(judge(*a)) or judged[-1])
-    model, dense, held_back = (
-        tiny_llama(),
-        tiny_llama(),
-        torch.cat(helpers.judging_outputs(in_steps(token_batches(BATCHES)))),
-    )
+    model, dense = tiny_llama(), tiny_llama()
+    held_back = torch.cat(helpers.judging_outputs(in_steps(token_batches(BATCHES))))
     before = [type(layer) for layer in model.model.layers]
     with interrupted(tuning, "_take_step", stopped_in):
         sparsified(model)
@@ -387,9 +376,9 @@ def test_report_and_plan_say_it():
     assert kls in text
     assert " s of distillation" in text
     assert report.settings["distill"] == {"epochs": 2, "learning_rate": 0.12, "moments": "bfloat16", "optional": False}
-    assert Report.from_dict(report.as_dict()) == report
+    assert mts.Report.from_dict(report.as_dict()) == report
     older = {key: value for key, value in report.as_dict().items() if key != "distillation"}
-    assert Report.from_dict(older).distillation is None
+    assert mts.Report.from_dict(older).distillation is None
     plan = mts.make_plan(tiny_llama(), "wanda", distill=True)
     assert {layer.recipe for layer in plan.layers} == {"wanda+distill"}
 
@@ -484,23 +473,6 @@ def test_the_plan_bounds_what_it_takes(dtype, moments):
 
 
 # units of a batch -----------------------------------------------------------------------------------------------------
-
-
-def test_a_step_takes_the_sum_of_the_gradients_of_its_units(monkeypatch):
-    batches = tuning.BatchNumbers.of(Processes(), [0, 0, 0, 3, 3, 3, None, 1, 2, 2], 0)
-    assert (batches.steps, batches.held_back) == ([[0, 1, 2], [3, 4, 5], [6], [7]], range(8, 10))
-    slopes, taken = [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0], []
-    step = tuning.TunedWeight.step
-
-    def noted(weight, gradient, *args, **options):
-        taken.append(float(gradient[0, 0]))
-        step(weight, gradient, *args, **options)
-
-    monkeypatch.setattr(tuning.TunedWeight, "step", noted)
-    weights = TunedWeights({(parameter := nn.Parameter(torch.ones(2, 3))): None}, {parameter: 2}, 0.01)
-    tuning.tune(weights, batches, 2, 0, lambda place: parameter.flatten()[0] * slopes[place], lambda: 1.0, 1.0)
-    assert len(taken) == 8
-    assert sorted(taken[:4]) == sorted(taken[4:]) == [7.0, 56.0, 64.0, 128.0]
 
 
 def test_units_are_rows_of_a_batch_and_know_their_step():

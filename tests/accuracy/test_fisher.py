@@ -15,7 +15,7 @@ from modelopt_sparse.accuracy.fisher import PLAIN, metric, with_metrics
 from modelopt_sparse.plan.options import Reconstruct
 from modelopt_sparse.run import InMemory, calibrating
 from tests import helpers
-from tests.accuracy.tuned import BATCHES, outputs, relative, tuned_model
+from tests.accuracy.tuned import BATCHES, relative, seen_by, tuned_model
 from tests.helpers import Snapshot, assert_same_state, in_steps, refused, state_of, tiny_llama, token_batches
 from tests.models.stacked import Block, Stacked, vectors
 
@@ -38,7 +38,6 @@ def test_only_the_first_rows_of_the_users_data_are_looked_at():
     model, batches = tiny_llama().eval(), token_batches(20)
     with calibrating(model):
         data = data_of(model, batches)
-        assert data.calls is not None
         assert len(data.calls) == 40
         whole = with_metrics(data).metrics
         first = with_metrics(data.only(range(32))).metrics
@@ -61,9 +60,9 @@ def test_a_direction_that_nothing_depends_on_counts_as_the_plain_share():
 def test_errors_are_measured_in_the_metric():
     """Of the first block, before and after, by plain hooks on the finished model and on one without reconstruction."""
     model, dense, plain = sparsified(), tiny_llama().eval(), sparsified(reconstruct=None)
-    root = metrics_of(dense, token_batches(BATCHES))[dense.model.layers[0]]
+    root = metrics_of(dense, token_batches(BATCHES))[dense.model.layers[0]].double()
     held_back = in_steps(token_batches(BATCHES))[-1]
-    goal, before, after = (outputs(each, held_back, "model.layers.0") for each in (dense, plain, model))
+    goal, before, after = (seen_by(each, "model.layers.0", held_back)[1] for each in (dense, plain, model))
     block = mts.report(model).blocks[0]
     for error, output in ((block.error_before, before), (block.error_after, after)):
         assert error == pytest.approx(relative(output @ root, goal @ root), rel=1e-4)

@@ -1,5 +1,6 @@
 """Masks that move while a block is tuned: the start, each step against SR-STE written out, and what stays as it was."""
 
+import copy
 import itertools
 import math
 from functools import partial
@@ -10,12 +11,12 @@ from torch import nn
 
 import modelopt_sparse as mts
 from modelopt_sparse.accuracy import tuning
-from modelopt_sparse.accuracy.tuning import BELOW, DECAY, MOVING, TrainableMask, decay_pruned, masks_move
+from modelopt_sparse.accuracy.tuning import BELOW, TrainableMask
 from modelopt_sparse.model.find import find_layers
 from modelopt_sparse.model.masking import SparseModule
 from modelopt_sparse.solving import solve
 from tests import helpers
-from tests.accuracy.tuned import BATCHES, tuned_model
+from tests.accuracy.tuned import BATCHES, Adam, tuned_model
 from tests.helpers import assert_same_masks, assert_same_state, in_steps, refused, state_of, tiny_llama, token_batches
 from tests.models.tiny import tiny_mixtral
 
@@ -60,12 +61,6 @@ def test_the_start_by_loops(pattern):
     assert torch.equal(each.mask(start), mask), "the solution's mask is the one that the start leads to"
 
 
-def test_pruned_values_shrink_and_masks_stay_in_the_end():
-    values, mask = torch.ones(4), torch.tensor([True, False, True, False])
-    assert decay_pruned(values, mask, 0.5).tolist() == pytest.approx([1.0, 1 - DECAY * 0.5, 1.0, 1 - DECAY * 0.5])
-    assert [masks_move(step, 10) for step in range(10)] == [step + 1 < 10 * MOVING for step in range(10)]
-
-
 # a run --------------------------------------------------------------------------------------------------------------
 
 
@@ -76,9 +71,7 @@ def test_steps_are_sr_ste_written_out():
     batches = [torch.randn(32, 16, dtype=torch.float64) for _ in range(BATCHES)]
     dense = model[0].weight.detach().clone()
     options = {"include": "*", "enforce": True, "data_loader": batches}
-    before = nn.Sequential(nn.Linear(16, 8, bias=False)).double()
-    before[0].weight.data.copy_(dense)
-    mts.sparsify(before, "wanda", progress=False, **options)
+    before = mts.sparsify(copy.deepcopy(model), "wanda", progress=False, **options)
     mask = dict(mts.named_masks(before))["0.weight"].clone()
     batches = in_steps(batches, cut=False)
     values = torch.where(mask, dense, 0)
@@ -94,17 +87,14 @@ def test_steps_are_sr_ste_written_out():
     def tuned(rate, mask):
         """(the error after each epoch, values, mask) of the best epoch, and the masks of all steps."""
         w, states, judged = torch.where(mask, values, dense.clamp(-limit, limit)), [], []
-        first = second = torch.zeros_like(w)
-        order, step = torch.Generator().manual_seed(0), 0
+        adam, order, step = Adam(w), torch.Generator().manual_seed(0), 0
         for _ in range(2):
             for number in torch.randperm(BATCHES - 1, generator=order).tolist():
                 x = batches[number]
                 goal = x @ dense.T
                 gradient = 2 * (x @ (w * mask).T - goal).T @ x / goal.square().sum() * goal.numel() ** 0.5
-                first, second = 0.9 * first + 0.1 * gradient, 0.95 * second + 0.05 * gradient**2
                 scale = min(1.0, (step + 1) / 10) * 0.5 * (1 + math.cos(math.pi * step / steps))
-                corrected = first / (1 - 0.9 ** (step + 1)), (second / (1 - 0.95 ** (step + 1))).sqrt()
-                w = w - rate * rms / math.sqrt(8) * scale * corrected[0] / (corrected[1] + 1e-12)
+                w = w - rate * rms / math.sqrt(8) * scale * adam.direction(gradient)
                 if step + 1 < 0.6 * steps:
                     w = torch.where(mask, w, w * (1 - 0.02 * scale))
                     mask = mts.NM(2, 4).mask(w.abs() * norms)

@@ -1,5 +1,6 @@
 """Text that the dense model writes: sampling against the distribution, independence of batches, and where it goes."""
 
+import copy
 import json
 import math
 
@@ -13,9 +14,10 @@ from modelopt_sparse.calibration import own_text
 from modelopt_sparse.calibration.data import Call, load_calls, tokens_of
 from modelopt_sparse.calibration.own_text import drawn, joined, own_calls
 from modelopt_sparse.distributed import Processes
-from tests.accuracy.tuned import outputs, relative
-from tests.helpers import TESTBED, Snapshot, assert_same_state, in_steps, refused, state_of, tiny_llama, token_batches
-from tests.models.tiny import masked_bert
+from tests import helpers
+from tests.accuracy.tuned import relative, seen_by
+from tests.helpers import TESTBED, assert_same_state, in_steps, refused, state_of, tiny_llama, token_batches
+from tests.models.tiny import masked_bert, tiny_t5
 
 pytestmark = pytest.mark.core
 ROWS = list(torch.cat(token_batches(4)))
@@ -203,25 +205,35 @@ def test_nothing_is_joined_of_other_data(case):
     assert joined([Call(args, {}) for args in UNJOINED[case]], 0, 3, 0) == []
 
 
-@pytest.mark.parametrize("build", ["t5", "bart", "bert", "masked_bert streamed"])
-def test_auto_joins_rows_where_the_model_writes_none(build, tmp_path):
-    """None where a model is streamed: each row of it takes memory and a pass."""
-    model = globals()[build.partition(" ")[0]]()
-    decoded = ["decoder_input_ids"] if build in ("t5", "bart") else []
+def bert() -> nn.Module:
+    return hf.BertModel(hf.BertConfig(vocab_size=97, hidden_size=16, num_hidden_layers=1, num_attention_heads=2))
+
+
+def bart() -> nn.Module:
+    """Transformers lists it among masked language models as well."""
+    layers = {f"{part}_{what}": 1 for part in ("encoder", "decoder") for what in ("layers", "attention_heads")}
+    sizes = {"d_model": 16, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
+    return hf.BartForConditionalGeneration(hf.BartConfig(vocab_size=97, **layers, **sizes))
+
+
+@pytest.mark.parametrize("build", [tiny_t5, bart, bert])
+def test_auto_joins_rows_where_the_model_writes_none(build):
+    model = build()
+    decoded = [] if build is bert else ["decoder_input_ids"]
     data = [{**batch, **dict.fromkeys(decoded, batch["input_ids"])} for batch in batches(4)]
     rows = sum(len(batch["input_ids"]) for batch in data)
-    options = {"data_loader": data, "self_data": "auto", "progress": False}
-    if "streamed" in build:
-        model.save_pretrained(tmp_path / "dense")
-        report = mts.sparsify_checkpoint(tmp_path / "dense", tmp_path / "sparse", "wanda", **options)
-    else:
-        report = mts.report(mts.sparsify(model, "wanda", **options))
-    notes = [note for note in report.notes if "joined" in note]
+    report = mts.report(mts.sparsify(model, "wanda", data_loader=data, self_data="auto", progress=False))
     why = f"a {type(model).__name__} is no causal or masked language model"
-    expected = f"{3 * rows} further rows are joined from two of the data's each: {why}"
-    assert notes == ([] if "streamed" in build else [expected])
-    tokens = max(layer.tokens for layer in report.layers)
-    assert tokens == rows * LENGTH * (1 if "streamed" in build else 4)
+    assert f"{3 * rows} further rows are joined from two of the data's each: {why}" in report.notes
+    assert max(layer.tokens for layer in report.layers) == 4 * rows * LENGTH
+
+
+def test_auto_is_nothing_where_a_model_is_streamed(tmp_path):
+    """Each row of it takes memory and a pass."""
+    masked_bert().save_pretrained(tmp_path / "dense")
+    options = {"data_loader": batches(4), "self_data": "auto", "progress": False}
+    report = mts.sparsify_checkpoint(tmp_path / "dense", tmp_path / "sparse", "wanda", **options)
+    assert {layer.tokens for layer in report.layers} == {len(ROWS) * LENGTH}
 
 
 def test_draws_follow_the_distribution():
@@ -277,7 +289,7 @@ def test_statistics_are_of_both_and_own_text_never_judges():
     options = {"data_loader": batches(4), "self_data": 40, "reconstruct": 1, "progress": False}
     model, block = mts.sparsify(tiny_llama(), "wanda", **options), "model.layers.0"
     report, judge = mts.report(model), in_steps([batch["input_ids"] for batch in batches(4)])[-1]
-    goal, output = (outputs(each, judge, block) for each in (tiny_llama(), model))
+    goal, output = (seen_by(each, block, judge)[1] for each in (tiny_llama(), model))
     assert report.blocks[0].error_after == pytest.approx(relative(output, goal), rel=1e-4)
     tokens = (40 + 4 * len(token_batches(1)[0])) * LENGTH
     assert {layer.tokens for layer in report.layers} == {tokens}
@@ -303,10 +315,8 @@ def test_words_stand_for_numbers_of_windows(build, word, windows):
 @pytest.mark.parametrize(("windows", "epochs"), [(0, 3), (12, 2)])
 def test_epochs_can_be_others_with_own_text(windows, epochs):
     options = {"data_loader": batches(2), "self_data": windows, "progress": False}
-    pair, number = (
-        mts.sparsify(tiny_llama(num_hidden_layers=1), "wanda", reconstruct={"epochs": value}, **options)
-        for value in ([3, 2], epochs)
-    )
+    models = [tiny_llama(num_hidden_layers=1) for _ in range(2)]
+    pair, number = (mts.sparsify(x, reconstruct={"epochs": e}, **options) for x, e in zip(models, ([3, 2], epochs)))
     assert_same_state(pair, state_of(number))
     assert mts.report(pair).settings["reconstruct"] == mts.report(number).settings["reconstruct"]
 
@@ -343,7 +353,7 @@ def test_words_say_why_none_is_written(build, word, options, why):
     assert [layer.error for layer in mts.report(model).layers] == [layer.error for layer in mts.report(without).layers]
 
 
-@pytest.mark.parametrize("build", [tiny_llama, masked_bert, lambda: bert()])
+@pytest.mark.parametrize("build", [tiny_llama, masked_bert, bert])
 def test_the_plan_counts_text_of_the_models_own_and_joined_rows(build):
     text = {"data": ["a"], "tokenizer": print, "num_samples": 8, "seq_len": 16}
     auto, number, masked, none = (
@@ -375,22 +385,6 @@ def test_text_of_one_token_is_noticed():
     assert own_text.monotonous(torch.randint(0, 9, (4, 40))) is None
 
 
-def bert() -> nn.Module:
-    return hf.BertModel(hf.BertConfig(vocab_size=97, hidden_size=16, num_hidden_layers=1, num_attention_heads=2))
-
-
-def t5() -> nn.Module:
-    sizes = {"vocab_size": 97, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
-    return hf.T5ForConditionalGeneration(hf.T5Config(**sizes))
-
-
-def bart() -> nn.Module:
-    """Transformers lists it among masked language models as well."""
-    layers = {f"{part}_{what}": 1 for part in ("encoder", "decoder") for what in ("layers", "attention_heads")}
-    sizes = {"d_model": 16, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
-    return hf.BartForConditionalGeneration(hf.BartConfig(vocab_size=97, **layers, **sizes))
-
-
 MORE = {"data_loader": batches(2), "self_data": 4}
 NUMBER = "must be a number of windows of text, 0, 'auto' or 'masked'"
 ALL_THE_SAME = "data='self' is text that the model writes, the same in all processes"
@@ -398,7 +392,7 @@ ALL_THE_SAME = "data='self' is text that the model writes, the same in all proce
 
 REFUSED = [
     (bert, MORE, "a BertModel is no causal or masked language model"),
-    (t5, MORE, "a T5ForConditionalGeneration is no causal or masked language model"),
+    (tiny_t5, MORE, "a T5ForConditionalGeneration is no causal or masked language model"),
     (bart, MORE, "a BartForConditionalGeneration is no causal or masked language model"),
     (one_linear, MORE, "a Sequential is no causal or masked language model"),
     (tiny_llama, {**MORE, "data_loader": [{"inputs_embeds": torch.zeros(1, 4, 32)}]}, "a batch has none"),
@@ -434,20 +428,14 @@ def test_a_model_with_nan_logits_is_refused():
 # chats ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def trained():
-    folder = TESTBED / "tiny-llama"
-    return hf.AutoModelForCausalLM.from_pretrained(folder).eval(), hf.AutoTokenizer.from_pretrained(folder)
-
-
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{{ '<model>' if add_generation_prompt }}"
 ENDS = range(100, 400)  # tokens that end a text; the model ends none by itself
 
 
 @pytest.fixture
-def chatting(trained):
-    """(model, tokenizer with a template, chats, each of which asks something else)."""
-    model, tokenizer = trained
+def chatting(tokenizer):
+    """(model, tokenizer with a template and chats, each of which asks something else, as options)."""
+    model, tokenizer = helpers.trained_model(), copy.copy(tokenizer)
     tokenizer.chat_template = TEMPLATE
     model.generation_config.eos_token_id = list(ENDS)
     lines = (TESTBED / "calibration.txt").read_text(encoding="utf-8").splitlines()
@@ -457,15 +445,15 @@ def chatting(trained):
         + ([{"role": "user", "content": said[i + 2]}, {"role": "assistant", "content": "no"}] if i % 2 else [])
         for i in range(40)
     ]
-    return model, tokenizer, chats
+    return model, {"data": chats, "tokenizer": tokenizer}
 
 
 def test_answers_are_what_the_model_says_to_the_users_chats(chatting):
     """Up to the last thing that the user says; answers end where the model ends them, and what follows is masked."""
-    model, tokenizer, chats = chatting
-    model = model.double()
-    config = mts.SparsifyConfig(data=chats, tokenizer=tokenizer, num_samples=10, seq_len=64, batch_size=2, self_data=6)
-    own = own_calls(model, load_calls(config, model, []), 1, config, Processes())
+    model, data = chatting
+    chats, tokenizer = data.values()
+    config = mts.SparsifyConfig(**data, num_samples=10, seq_len=64, batch_size=2, self_data=6)
+    own = own_calls(model.double(), load_calls(config, model, []), 1, config, Processes())
     texts = [
         "".join(f"<{m['role']}>{m['content']}" for m in (chat[:3] if len(chat) > 2 else chat[:1])) + "<model>"
         for chat in chats
@@ -486,8 +474,8 @@ def test_answers_are_what_the_model_says_to_the_users_chats(chatting):
 
 def test_a_run_on_chats(chatting):
     """Only real tokens are counted, in statistics and in all tuning."""
-    model, tokenizer, chats = chatting
-    data = {"data": iter(chats), "tokenizer": tokenizer, "num_samples": 6, "seq_len": 64, "batch_size": 2}
+    model, data = chatting
+    data |= {"data": iter(data["data"]), "num_samples": 6, "seq_len": 64, "batch_size": 2}
     tuning = {"reconstruct": {"epochs": 1, "metric": "fisher"}, "distill": 1}
     report = mts.report(mts.sparsify(model, "wanda", self_data=6, progress=False, **data, **tuning))
     (tokens,) = {layer.tokens for layer in report.layers}
@@ -496,23 +484,22 @@ def test_a_run_on_chats(chatting):
 
 
 def test_chats_that_leave_no_room(chatting):
-    model, tokenizer, chats = chatting
-    data = {"data": chats, "tokenizer": tokenizer, "num_samples": 6, "seq_len": 8}
-    refused(mts.sparsify, model, "wanda", self_data=2, **data, parts=["no chat leaves a quarter of 8"])
+    model, data = chatting
+    parts = ["no chat leaves a quarter of 8"]
+    refused(mts.sparsify, model, "wanda", self_data=2, num_samples=6, seq_len=8, **data, parts=parts)
 
 
 def test_chats_without_a_user_are_text_like_other(chatting):
-    model, tokenizer, chats = chatting
-    alone = [[{"role": "assistant", "content": chat[0]["content"]}] for chat in chats]
-    config = mts.SparsifyConfig(data=alone, tokenizer=tokenizer, num_samples=4, seq_len=64, self_data=2)
+    model, data = chatting
+    data["data"] = [[{"role": "assistant", "content": chat[0]["content"]}] for chat in data["data"]]
+    config = mts.SparsifyConfig(**data, num_samples=4, seq_len=64, self_data=2)
     own = own_calls(model, load_calls(config, model, []), 1, config, Processes())
     assert [call.kwargs.keys() for call in own] == [{"input_ids"}]
 
 
 def test_answers_into_a_file(chatting, tmp_path):
-    model, tokenizer, chats = chatting
-    data = {"data": chats, "tokenizer": tokenizer, "num_samples": 6, "seq_len": 64}
-    path = mts.write_text(model, tmp_path / "own.jsonl", windows=5, **data)
+    model, data = chatting
+    path = mts.write_text(model, tmp_path / "own.jsonl", windows=5, num_samples=6, seq_len=64, **data)
     texts = [json.loads(line)["text"] for line in path.read_text().splitlines()]
     assert len(texts) == 5
     assert all("<user>" in text and "<model>" in text for text in texts)
@@ -565,12 +552,12 @@ def test_more_of_it_is_other_text(monkeypatch):
 
 
 @pytest.mark.parametrize("data", [TESTBED / "calibration.txt", "self"])
-def test_a_file_is_written_and_read_as_data(tmp_path, trained, data):
-    model, tokenizer = trained
-    before = Snapshot(model)
+def test_a_file_is_written_and_read_as_data(tmp_path, tokenizer, data):
+    model = helpers.trained_model()
+    before = helpers.Snapshot(model)
     text = {"data": data, "tokenizer": tokenizer, "num_samples": 4, "seq_len": 32}
     path = mts.write_text(model, tmp_path / "own.jsonl", windows=3, **text)
-    assert Snapshot(model).look == before.look
+    assert helpers.Snapshot(model).look == before.look
     lines = [json.loads(line)["text"] for line in path.read_text().splitlines()]
     assert len(lines) == len(set(lines)) == 3
     mts.sparsify(model, "wanda", **{**text, "data": path, "num_samples": 2}, progress=False)
