@@ -20,6 +20,7 @@ from tests.helpers import assert_bits, assert_same_state, calibrated_run, refuse
 from tests.interruptions import interrupted
 from tests.models.architectures import ARCHITECTURES
 from tests.models.stacked import Block, Stacked, vectors
+from tests.solving.test_failures import Stopping
 
 # without fused experts, a block that is none by itself, convolutions
 FOLDABLE = sorted(set(ARCHITECTURES) - {"mixtral", "albert", "resnet_basic", "resnet_bottleneck"})
@@ -136,24 +137,18 @@ def test_the_model_computes_the_same(name):
 
 SIZES = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 64}
 OF_GPT = {"n_embd": 32, "n_head": 4, "n_layer": 1, "n_inner": 64, "rotary_dim": 4}
+OF_T5 = {"d_model": 32, "num_heads": 4, "d_kv": 8, "d_ff": 64, "num_layers": 1}
+OF_FALCON = {"new_decoder_architecture": True, "num_kv_heads": 2, "ffn_hidden_size": 64}
 LATENT = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 12, "v_head_dim": 8}
 # type of a model -> options of its config, and the layers that take values and hidden channels
 LAYOUTS = {
     "bert": ({}, "attention.output.dense", "output.dense"),  # the size of heads stands beside the producer
-    "t5": (
-        {"d_model": 32, "num_heads": 4, "d_kv": 8, "d_ff": 64, "num_layers": 1},
-        "0.SelfAttention.o",
-        "1.DenseReluDense.wo",
-    ),
+    "t5": (OF_T5, "0.SelfAttention.o", "1.DenseReluDense.wo"),
     "gpt2": (OF_GPT, "attn.c_proj", "mlp.c_proj"),  # queries, keys, values in one matrix
     "phi3": ({"num_key_value_heads": 2, "pad_token_id": 0}, "self_attn.o_proj", "mlp.down_proj"),
     "falcon": ({"multi_query": True}, "self_attention.dense", "mlp.dense_4h_to_h"),  # attention and MLP side by side
     "gpt_neox": ({}, "attention.dense", "mlp.dense_4h_to_h"),  # those of each head together
-    "falcon, grouped": (
-        {"new_decoder_architecture": True, "num_kv_heads": 2, "ffn_hidden_size": 64},
-        "self_attention.dense",
-        "mlp.dense_4h_to_h",
-    ),
+    "falcon, grouped": (OF_FALCON, "self_attention.dense", "mlp.dense_4h_to_h"),
     "deepseek_v3": ({**LATENT, "first_k_dense_replace": 1}, "self_attn.o_proj", "mlp.down_proj"),
     "gptj": (OF_GPT, "attn.out_proj", "mlp.fc_out"),
 }
@@ -221,7 +216,6 @@ def test_less_error_and_a_recipe_that_says_so():
     mts.sparsify(better, "wanda", permute=True, **data)
     before = {layer.name: layer for layer in mts.report(plain).layers}
     for layer in mts.report(better).layers:
-        assert layer.error is not None
         if "down_proj" in layer.name or "o_proj" in layer.name:
             assert layer.recipe == "permute+wanda"
             assert layer.error < 0.98 * before[layer.name].error
@@ -272,12 +266,12 @@ class Shares(Block):
 
     def forward(self, x, shared):
         shared["hidden"] = hidden = self.up(x).relu() + shared.get("hidden", 0)
-        return x + self.down(hidden)
+        return x + self.down(hidden), shared
 
 
 class SharesBeside(Block):
     def forward(self, x, hidden):
-        hidden = self.up(x).relu() + hidden
+        hidden = self.up(x).relu() + (hidden if isinstance(hidden, Tensor) else 0)
         return x + self.down(hidden), hidden
 
 
@@ -290,27 +284,11 @@ class SharesImaginary(Block):
 
 
 class Sharing(Stacked):
-    kind = Shares
-
     def forward(self, x):
-        x, shared = self.stem(x), {}
+        x, beside = self.stem(x), {}
         for block in self.blocks:
-            x = block(x, shared)
+            x, beside = block(x, beside)
         return self.head(x)
-
-
-class SharingBeside(Stacked):
-    kind = SharesBeside
-
-    def forward(self, x):
-        x, hidden = self.stem(x), torch.zeros(32)
-        for block in self.blocks:
-            x, hidden = block(x, hidden)
-        return self.head(x)
-
-
-class SharingImaginary(SharingBeside):
-    kind = SharesImaginary
 
 
 class TakenBeside(Block):
@@ -357,9 +335,9 @@ TWO = {"include": ["*up", "*down"]}
 STAY = {  # model, data, options
     "scaled": (lambda: nn.Sequential(Scaled(), Scaled()), ROWS, {}),
     "hardly scaled": (lambda: nn.Sequential(HardlyScaled(), HardlyScaled()), ROWS, {}),
-    "written to what later blocks read": (Sharing, vectors(), {}),
-    "put out beside the first tensor": (SharingBeside, vectors(), {}),
-    "put out as imaginary parts": (SharingImaginary, vectors(), {}),
+    "written to what later blocks read": (lambda: Sharing(block=Shares), vectors(), {}),
+    "put out beside the first tensor": (lambda: Sharing(block=SharesBeside), vectors(), {}),
+    "put out as imaginary parts": (lambda: Sharing(block=SharesImaginary), vectors(), {}),
     "taken by another layer in a later call": (lambda: Stacked(block=TakenBeside), vectors(), TWO),
     "taken by another layer in no call": (lambda: Stacked(block=TakenByNone), vectors(), TWO),
     "not reached": (lambda: nn.Sequential(Unreached(), Unreached()), ROWS, {}),
@@ -395,24 +373,12 @@ def test_experts_in_a_list_are_permuted_one_by_one():
 
 
 def test_a_block_of_which_nothing_was_solved_is_put_back():
-    class Failing(mts.Method):
-        name = "failing"
-        needs = "square_sums"
-        solved = 0
-
-        def solve(self, weight, state, pattern, options):
-            self.solved += 1
-            if self.solved == 8:  # the first layer of the second block
-                raise RuntimeError("no more")
-            return mts.masked_solution(weight, pattern.mask(weight.abs()), state)
-
     model, dense = tiny_llama(), tiny_llama()
-    with pytest.raises(RuntimeError, match="no more"):
-        mts.sparsify(model, Failing(), data_loader=token_batches(), permute=True)
-    for name, parameter in model.named_parameters():
-        if "layers.1" in name:
-            assert_bits(parameter.detach(), dense.get_parameter(name).detach())
-    assert mts.report(model).layers[6].recipe == "permute+failing"
+    stopping = Stopping(8, "square_sums", RuntimeError)  # at the first layer of the second block
+    with pytest.raises(RuntimeError):
+        mts.sparsify(model, stopping, data_loader=token_batches(), permute=True)
+    assert_same_state(model.model.layers[1], state_of(dense.model.layers[1]))
+    assert mts.report(model).layers[6].recipe == "permute+stopping"
 
 
 @pytest.mark.parametrize("call", [2, 3])
