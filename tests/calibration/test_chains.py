@@ -1,5 +1,7 @@
 """Blocks that can be run one by one, and blocks that cannot."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -8,6 +10,7 @@ import modelopt_sparse as mts
 from tests.calibration.collecting import assert_calibrated, collected, thread_state
 from tests.helpers import assert_same_state, state_of
 from tests.models import stacked
+from tests.models.odd_blocks import Again, SameTwice, Sometimes, WrittenBetween
 from tests.models.stacked import STACKED, Between, Stacked, vectors
 from tests.oracles.brute_force import assert_stats, brute_force
 
@@ -37,12 +40,6 @@ def test_calls_of_a_loop_that_go_on_behind_the_blocks_are_run_again_like_others(
     assert mts.report(looped).notes == mts.report(given).notes
     assert "head" in [layer.name for layer in mts.report(looped).layers]
     assert_same_state(looped, state_of(given))
-
-
-@pytest.mark.parametrize("sequential", ["block", "none"])
-def test_what_stands_between_blocks_is_run_as_well(sequential):
-    model = assert_calibrated(stacked.Normed(), ["blocks.0", "blocks.2", "blocks.4"], vectors(), sequential)
-    assert not any("whole model" in note for note in mts.report(model).notes)
 
 
 OTHER = "blocks that answer in the place of computing do not give the model's own output"
@@ -91,19 +88,28 @@ def test_a_call_may_write_to_what_it_has_made_of_its_data(count):
     assert_calibrated(Fading(), STACKED, [x[:5] for x in vectors(count)], "block")
 
 
-CHAINED = """
+KINDS = """
     Stacked Activated AddedToSome Attributes Autocast Calling Counting CountingBranches Inference Locked Overwriting
     Remembering WithGradients WritingFirst WritingLater Between Branches BranchesOfCopies Checkpointed NoGrad Rescaled
     Sized Skipping Swallowing WrittenBetween WrittenBranches
 """
+CHAINED = {kind: (getattr(stacked, kind), STACKED) for kind in KINDS.split()}
+for block in (Again, SameTwice, Sometimes, WrittenBetween, stacked.Routed):
+    CHAINED[f"block {block.__name__}"] = partial(Stacked, block=block), STACKED
+CHAINED["input written to in inference mode"] = partial(stacked.Inference, block=WrittenBetween), STACKED
+CHAINED["norms between blocks"] = stacked.Normed, ["blocks.0", "blocks.2", "blocks.4"]
+CHAINED["two stacks"] = stacked.Nested, ["early.0", "early.1", "late.0", "late.1"]
+CHAINED["stacks in turns"] = stacked.Interleaved, ["one.0", "other.0", "one.1", "other.1"]
 
 
 @pytest.mark.parametrize("sequential", ["block", "none"])
-@pytest.mark.parametrize("kind", CHAINED.split())
-def test_calls_that_are_run_again_give_the_same_statistics_without_a_note(kind, sequential):
+@pytest.mark.parametrize("case", CHAINED)
+def test_calls_that_are_run_again_give_the_same_statistics_without_a_note(case, sequential):
     """Also with another shape in each batch, that the blocks are given as a torch.Size; with branches side by side;
-    where the model does something between blocks, to all batches or to some; and where some batches skip a block."""
-    model, before = getattr(stacked, kind)(), thread_state()
-    assert_calibrated(model, STACKED, vectors(6), sequential)
+    where the model does something between blocks, to all batches or to some; and where some batches skip a block.
+    Layers that share some of their inputs share no statistics; one that is called twice sees both inputs."""
+    build, within = CHAINED[case]
+    model, before = build(), thread_state()
+    assert_calibrated(model, within, vectors(6), sequential)
     assert not any("whole model" in note for note in mts.report(model).notes)
     assert thread_state() == before

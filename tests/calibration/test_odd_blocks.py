@@ -11,8 +11,8 @@ import modelopt_sparse as mts
 from tests.calibration.collecting import LAYERS, assert_calibrated, collected, padded, steps_of
 from tests.helpers import tiny_llama, token_batches
 from tests.models.architectures import ARCHITECTURES
-from tests.models.odd_blocks import Again, ModuleAcross, SameTwice, Sometimes, TwinBlock, TwinsAcross, WrittenBetween
-from tests.models.stacked import STACKED, Interleaved, Nested, PastHooks, Stacked, vectors
+from tests.models.odd_blocks import ModuleAcross, Sometimes, TwinBlock, TwinsAcross, WrittenBetween
+from tests.models.stacked import STACKED, PastHooks, Stacked, vectors
 from tests.oracles.brute_force import Recording, Steps, assert_stats, brute_force, matrices_of, stepwise
 
 
@@ -55,13 +55,6 @@ def test_twins_in_two_blocks_see_the_inputs_of_both(sequential, build):
         "stage": [twins, *([layer] for layer in rest)],
     }
     assert_twins_add_up(build, {"blocks.2.up": "blocks.0.up"}, sequential, steps[sequential])
-
-
-@pytest.mark.parametrize("block", [Again, SameTwice, Sometimes, WrittenBetween])
-@pytest.mark.parametrize("sequential", ["block", "none"])
-def test_layers_that_share_some_of_their_inputs_share_no_statistics(block, sequential):
-    """A layer that is called twice sees both inputs."""
-    assert_calibrated(Stacked(block=block), STACKED, vectors(), sequential)
 
 
 @pytest.mark.parametrize("options", [{}, {"reconstruct": 1, "permute": True}])
@@ -131,12 +124,3 @@ def test_generation_as_the_forward_loop(use_cache):
     with pytest.warns(UserWarning, match="is calibrated through the whole model") if use_cache else nullcontext():
         found = collected(tiny_llama(), forward_loop=loop, sequential="none")
     assert_stats(found, expected)
-
-
-STACKS = {Nested: ["early.0", "early.1", "late.0", "late.1"], Interleaved: ["one.0", "other.0", "one.1", "other.1"]}
-
-
-@pytest.mark.parametrize("sequential", ["block", "none"])
-@pytest.mark.parametrize("kind", STACKS)
-def test_stacks_are_taken_in_the_order_of_their_calls_and_may_take_turns(kind, sequential):
-    assert_calibrated(kind(), STACKS[kind], vectors(), sequential)
