@@ -2,19 +2,20 @@
 
 import copy
 import warnings
-from typing import Any
+from itertools import product
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import modelopt_sparse as mts
+from modelopt_sparse.methods import METHODS
 from modelopt_sparse.methods.scores import Wanda
-from modelopt_sparse.solving import solve as pieces
 from tests.helpers import correlated_inputs, tiny_llama, token_batches
 from tests.models.expert_models import MODELS
 from tests.models.stacked import Routed, Stacked, vectors
 from tests.oracles import reference
+from tests.solving.test_out_of_memory import Scarce, compared
 
 DEAD = range(8, 16)
 CALIBRATED = ["wanda", "ria", "sparsegpt", "alps"]
@@ -34,7 +35,7 @@ def zeros_in(weight: Tensor) -> int:
     return int((weight == 0).sum())
 
 
-def warned_by(model: nn.Module, method: str, **options: Any) -> list[str]:
+def warned_by(model: nn.Module, method: str, **options) -> list[str]:
     """What sparsify warns of."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -45,24 +46,33 @@ def warned_by(model: nn.Module, method: str, **options: Any) -> list[str]:
 # dead channels --------------------------------------------------------------------------------------------------------
 
 
-@every_calibrated_method
-@pytest.mark.parametrize("pattern", ["2:4", "50% per row", "50% per matrix"])
-def test_a_layer_with_dead_channels_has_the_zeros_that_its_report_says(method, pattern):
+SHARES = list(product(CALIBRATED, ["2:4", "50% per row", "50% per matrix"], [{}]))
+SHARES += product(["wanda", "sparsegpt"], ["2:4"], [{"polish": True}, {"permute": True}, {"reconstruct": 2}])
+
+
+@pytest.mark.parametrize(("method", "pattern", "more"), SHARES, ids=str)
+def test_a_layer_with_dead_channels_has_the_zeros_that_its_report_says(method, pattern, more):
     """Half of its weights, those of the dead channels included, which keep their dense values; and a note."""
     dense = llama_with_dead_units()
-    model = mts.sparsify(copy.deepcopy(dense), method, pattern=pattern, data_loader=token_batches(), progress=False)
+    options = {"pattern": pattern, "data_loader": token_batches(), "progress": False, **more}
+    model = mts.sparsify(copy.deepcopy(dense), method, **options)
     mts.verify(model, pattern)
+    note = "8 of 64 input channels were zero on all calibration data (dead)"
     for layer in mts.report(model).layers:
-        if not layer.name.endswith("down_proj"):
-            assert not layer.notes
+        down = layer.name.endswith("down_proj")
+        assert (note in layer.notes) == down
+        if not down:
             continue
         weight, before = (each.get_submodule(layer.name).weight.detach() for each in (model, dense))
         assert layer.zeros == zeros_in(weight) == weight.numel() // 2
+        assert layer.recipe.startswith("permute+") == ("permute" in more)
+        if "permute" in more or "reconstruct" in more:  # which may tune the units awake
+            continue
+        assert layer.notes == [note]
         stay = weight[:, DEAD] != 0
         assert torch.equal(weight[:, DEAD], before[:, DEAD].masked_fill(~stay, 0))
         if pattern == "2:4" and method != "ria":
             assert torch.equal(stay, reference.nm_mask(before[:, DEAD].abs(), 2, 4))
-        assert layer.notes == ["8 of 64 input channels were zero on all calibration data (dead)"]
 
 
 @every_calibrated_method
@@ -81,29 +91,11 @@ def test_data_that_wakes_dead_channels_up_finds_them_as_magnitude_would_leave_th
     assert error < 0.3
 
 
-@pytest.mark.parametrize("more", [{"polish": True}, {"permute": True}, {"reconstruct": 2}], ids=str)
-@pytest.mark.parametrize("method", ["wanda", "sparsegpt"])
-def test_the_steps_beside_a_method_leave_dead_channels_their_share(method, more):
-    model = llama_with_dead_units()
-    before = {name: x.detach().clone() for name, x in model.named_parameters()}
-    mts.sparsify(model, method, pattern="2:4", data_loader=token_batches(), progress=False, **more)
-    mts.verify(model, "2:4")
-    for layer in mts.report(model).layers:
-        if layer.name.endswith("down_proj"):
-            weight, dense = model.get_submodule(layer.name).weight.detach(), before[layer.parameter]
-            assert layer.zeros == zeros_in(weight) == weight.numel() // 2
-            if "permute" in more:
-                assert layer.recipe.startswith("permute+")
-            elif "reconstruct" not in more:  # which may tune the units awake
-                stay = weight[:, DEAD] != 0
-                assert torch.equal(weight[:, DEAD], dense[:, DEAD].masked_fill(~stay, 0))
-
-
 @pytest.mark.filterwarnings("ignore:layer 'blocks.0.up' saw nothing but zeros:UserWarning")
 @pytest.mark.parametrize("kind", ["dead channels", "nothing but zeros"])
 def test_a_budget_takes_such_layers(kind):
     model, data = (llama_with_dead_units(), token_batches()) if kind == "dead channels" else (silent(), vectors())
-    options: dict[str, Any] = {"budget": "50% zeros", "choices": "dense,40%,60%", "data_loader": data}
+    options = {"budget": "50% zeros", "choices": "dense,40%,60%", "data_loader": data}
     layers = mts.report(mts.sparsify(model, "wanda", **options, progress=False)).layers
     for layer in layers:
         if not layer.name.endswith("up_proj"):  # whose units were zero before
@@ -133,18 +125,11 @@ def test_permutation_counts_the_share_that_wanda_keeps():
         assert f"the pattern keeps {method.shares[place]:.1%} of the score" in note
 
 
-def test_dead_channels_of_a_layer_that_is_solved_some_rows_at_a_time(monkeypatch):
-    whole, cut = llama_with_dead_units(), llama_with_dead_units()
-    options: dict[str, Any] = {"data_loader": token_batches(), "progress": False}
-    mts.sparsify(whole, "sparsegpt", **options)
-    monkeypatch.setattr(pieces.PieceSizes, "rows", property(lambda _: 8, lambda *_: None), raising=False)
-    mts.sparsify(cut, "sparsegpt", **options)
-    for one, other in zip(mts.report(whole).layers, mts.report(cut).layers):
-        weights = [model.get_submodule(one.name).weight for model in (whole, cut)]
-        torch.testing.assert_close(*weights, rtol=1e-4, atol=1e-5)
-        if one.name.endswith("down_proj"):
-            assert one.notes[0] in other.notes
-            assert other.error == pytest.approx(one.error, rel=1e-4)
+def test_dead_channels_of_a_layer_that_is_solved_some_rows_at_a_time():
+    method = Scarce(METHODS["sparsegpt"], 8 * 64)
+    whole, cut = compared(llama_with_dead_units, method, data_loader=token_batches(), include="*.down_proj")
+    for one, other in zip(whole.layers, cut.layers):
+        assert other.notes == ["solved 8 rows at a time, because memory ran out", *one.notes]
 
 
 # nothing but zeros ----------------------------------------------------------------------------------------------------
@@ -205,7 +190,7 @@ def test_inputs_too_small_for_the_sums_count_as_zeros(method):
 
 def mixtral_with_a_silent_expert() -> nn.Module:
     """Expert 2 makes nothing of its tokens, so that its down_proj sees zeros."""
-    model: Any = MODELS["mixtral"]()
+    model = MODELS["mixtral"]()
     with torch.no_grad():
         for layer in model.model.layers:
             layer.mlp.experts.gate_up_proj[2] = 0
@@ -217,7 +202,7 @@ def mixtral_with_a_silent_expert() -> nn.Module:
 def test_an_expert_that_saw_nothing_but_zeros_is_one_without_tokens(how, limit):
     model = mixtral_with_a_silent_expert()
     before = {name: x.detach().clone() for name, x in model.named_parameters()}
-    options: dict[str, Any] = {"experts": how, "min_tokens": 16, "memory_limit": limit}
+    options = {"experts": how, "min_tokens": 16, "memory_limit": limit}
     mts.sparsify(model, "sparsegpt", data_loader=token_batches(20, vocab=53), progress=False, **options)
     for layer in mts.report(model).layers:
         if not layer.name.endswith("experts.down_proj"):

@@ -1,8 +1,6 @@
 """Layers that carry a mask already: its zeros stay and count, unless ``replace=True`` drops it."""
 
 import copy
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -16,9 +14,9 @@ from tests.models.expert_models import MODELS, VOCAB
 from tests.oracles import reference
 from tests.oracles.layer_problem import problem
 from tests.solving.test_failures import Grown
-from tests.solving.test_out_of_memory import Scarce
+from tests.solving.test_out_of_memory import Scarce, compared
 
-DATA: dict[str, Any] = {"data_loader": token_batches(), "progress": False}
+DATA = {"data_loader": token_batches(), "progress": False}
 LAYER = "model.layers.0.mlp.up_proj"
 
 
@@ -80,7 +78,7 @@ def test_replace_drops_the_masks_of_layers_that_a_budget_leaves_dense():
     assert len(dense) > 1
 
 
-STEPS: dict[str, dict[str, Any]] = {
+STEPS = {
     **{method: {"method": method} for method in METHODS},
     "dense values": {"method": "sparsegpt", "update": False},
     "polished": {"method": "magnitude", "polish": True},
@@ -121,7 +119,6 @@ def test_what_is_pruned_further_is_what_scores_least(pattern):
     if isinstance(parsed, NM):
         expected = reference.nm_mask(scores, parsed.n, parsed.m) & present
     else:
-        assert parsed.scope is not None
         expected = reference.unstructured_mask(scores, parsed.sparsity, parsed.scope) & present
     mts.sparsify(model, "magnitude", pattern=pattern, include=LAYER)
     assert torch.equal(masks_of(model)[f"{LAYER}.weight"], expected)
@@ -135,7 +132,6 @@ def test_sparsegpt_within_a_mask_against_one_weight_at_a_time(n):
     method = METHODS["sparsegpt"]
     pattern = NM(n, 4, within=present)
     solution = method.solve(weight, method.prepare(stats, method.options), pattern, method.options)
-    assert stats.gram is not None
     expected, mask = reference.sparsegpt(weight, stats.gram, nm=(n, 4), within=present)
     assert torch.equal(solution.mask, mask)
     torch.testing.assert_close(solution.weight.double(), expected, rtol=1e-3, atol=1e-4)
@@ -186,7 +182,7 @@ class Many(nn.Module):
 
 
 EXPERTS = {"data_loader": token_batches(vocab=VOCAB), "min_tokens": 8}
-KINDS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
+KINDS = {
     "many": (Many, {"data_loader": [torch.randn(2, 9, 16, generator=torch.Generator().manual_seed(1))]}),
     "experts": (MODELS["mixtral"], EXPERTS),
     "an expert at a time": (MODELS["mixtral"], {**EXPERTS, "memory_limit": 100_000}),
@@ -220,12 +216,12 @@ def test_a_tied_layer_of_which_one_holder_carries_the_mask():
 
 def test_rows_at_a_time():
     """A piece of a layer has a piece of its mask."""
-    whole = mts.sparsify(tiny_llama(), "magnitude", pattern="40%")
-    pieces = copy.deepcopy(whole)
-    mts.sparsify(whole, "wanda", pattern="2:4", **DATA)
-    mts.sparsify(pieces, Scarce(METHODS["wanda"], 600), pattern="2:4", **DATA)
-    assert_same_state(pieces, state_of(whole))
-    assert "rows at a time" in mts.report(pieces).layers[0].notes[0]
+
+    def build() -> nn.Module:
+        return mts.sparsify(tiny_llama(), "magnitude", pattern="40%")
+
+    _, report = compared(build, Scarce(METHODS["wanda"], 600), pattern="2:4", **DATA)
+    assert "rows at a time" in report.layers[0].notes[0]
 
 
 def test_masks_of_the_users_own_lie_within():
