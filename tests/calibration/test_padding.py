@@ -1,10 +1,10 @@
 """Padding: which rows count, and where that cannot be told."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -17,7 +17,8 @@ import modelopt_sparse as mts
 from tests.calibration.collecting import LAYERS, assert_same, collected, padded
 from tests.helpers import assert_same_state, refused, state_of, tiny_llama, token_batches
 from tests.models.architectures import ARCHITECTURES, VOCAB, ragged
-from tests.models.stacked import STACKED, Convolving, CrossModel, EncoderDecoder, Masked, Prefixed, Stacked
+from tests.models.stacked import STACKED, Block, Convolving, CrossModel, EncoderDecoder, Masked, Prefixed, Stacked
+from tests.models.tiny import tiny_t5
 from tests.oracles.brute_force import assert_stats, brute_force
 
 pytestmark = pytest.mark.core
@@ -28,7 +29,7 @@ def zero_padded() -> list[Tensor]:
     return [batch["input_ids"].clamp_min(1) * batch["attention_mask"] for batch in padded()]
 
 
-def counted(model: nn.Module, *batches: dict[str, Any], **options: Any) -> tuple[dict[str, int], list[str]]:
+def counted(model: nn.Module, *batches: dict, **options) -> tuple[dict[str, int], list[str]]:
     """Sparsify the model -> (the tokens of each layer, the notes of the report)."""
     report = mts.report(mts.sparsify(model, "wanda", progress=False, **{"data_loader": batches or None, **options}))
     return {layer.name: layer.tokens for layer in report.layers}, report.notes
@@ -135,24 +136,18 @@ def test_a_decoder_without_a_mask_has_no_padding_whatever_the_modules_around_it_
 # masks that lie deeper in the arguments, or are made inside -----------------------------------------------------------
 
 
-class Ids(nn.Module):
+class Ids(Stacked):
     """Residual blocks on the embeddings of tokens, whose blocks look at nothing else than their own token. ``ids`` is
     how the tokens are taken from the argument, ``given``: what the blocks are called with beside their input."""
 
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up, self.down = nn.Linear(16, 24), nn.Linear(24, 16)
-
+    class Block(Block):
         def forward(self, x: Tensor, attention_mask=None, padding_mask=None, mask=None) -> Tensor:
-            return x + self.down(self.up(x).relu())
+            return super().forward(x)
 
     def __init__(self, ids=lambda batch: batch, given=lambda ids: {}) -> None:
-        super().__init__()
-        torch.manual_seed(0)
+        super().__init__(block=self.Block)
         self.ids, self.given = ids, given
         self.embedding = nn.Embedding(VOCAB, 16)
-        self.blocks = nn.ModuleList([self.Block(), self.Block()])
 
     def forward(self, batch) -> Tensor:
         ids = self.ids(batch)
@@ -276,35 +271,29 @@ class Pair(NamedTuple):
     padding_mask: Tensor
 
 
-def in_key(batch):
-    return batch["input_ids"]
-
-
 def in_attribute(batch):
     return batch.input_ids
 
 
-def samples_of(batch):
-    return [{name: rows[i] for name, rows in batch.items()} for i in range(len(batch["input_ids"]))]
+def parts_of(batch, *parts):
+    return [{name: rows[part] for name, rows in batch.items()} for part in parts]
 
 
-def rows_of_samples(samples):
-    return torch.stack([sample["input_ids"] for sample in samples])
-
-
-ID_BLOCKS = ["blocks.0", "blocks.1"]
 DEEPER = {
-    "a mapping": (in_key, lambda batch: batch),
+    "a mapping": (itemgetter("input_ids"), lambda batch: batch),
     "a mapping in a mapping": (lambda batch: batch["net_input"]["input_ids"], lambda batch: {"net_input": batch}),
     "a tuple": (lambda batch: batch[1]["input_ids"], lambda batch: (1, batch)),
     "a named tuple": (in_attribute, lambda batch: Pair(batch["input_ids"], batch["attention_mask"] == 0)),
-    "a list of samples": (rows_of_samples, samples_of),
+    "a list of samples": (
+        lambda samples: torch.stack([sample["input_ids"] for sample in samples]),
+        lambda batch: parts_of(batch, *range(len(batch["input_ids"]))),
+    ),
     "parts of the batch": (
         lambda parts: torch.cat([part["input_ids"] for part in parts]),
-        lambda batch: [{name: rows[part] for name, rows in batch.items()} for part in (slice(0, 1), slice(1, None))],
+        lambda batch: parts_of(batch, slice(0, 1), slice(1, None)),
     ),
     "a dataclass": (in_attribute, lambda batch: Record(**batch)),
-    "a ModelOutput": (in_key, lambda batch: Output(**batch)),
+    "a ModelOutput": (itemgetter("input_ids"), lambda batch: Output(**batch)),
     "an object": (in_attribute, lambda batch: SimpleNamespace(**batch)),
     "an object in a list": (lambda batch: batch[0].input_ids, lambda batch: [SimpleNamespace(**batch)]),
 }
@@ -315,11 +304,11 @@ DEEPER = {
 def test_masks_that_lie_deeper_in_the_arguments(form, source):
     ids, make = DEEPER[form]
     batches = [make(batch) for batch in padded()]
-    expected = brute_force(Ids(), zero_padded(), ID_BLOCKS, lambda ids, name: ids != 0)
+    expected = brute_force(Ids(), zero_padded(), STACKED, lambda ids, name: ids != 0)
     options = {"data_loader": batches, "collect_func": lambda batch: (batch,)}
     if source == "forward_loop":
         options = {"forward_loop": lambda model: [model(batch) for batch in batches]}
-    assert_stats(collected(Ids(ids), ID_BLOCKS, sequential="none", **options), expected)
+    assert_stats(collected(Ids(ids), STACKED, sequential="none", **options), expected)
 
 
 SMALL = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -337,7 +326,7 @@ class IdsOfTransformers(Ids):
         pass
 
 
-def told(mask: Callable[[Tensor], Tensor], name: str = "attention_mask", kind: type[Ids] = Ids) -> Callable[[], Ids]:
+def told(mask, name: str = "attention_mask", kind: type[Ids] = Ids):
     """Blocks are called with a mask that is made of the tokens."""
     return lambda: kind(given=lambda ids: {name: mask(ids)})
 
@@ -345,12 +334,9 @@ def told(mask: Callable[[Tensor], Tensor], name: str = "attention_mask", kind: t
 class Holding(nn.Module):
     """Holds a model of transformers."""
 
-    def __init__(self) -> None:
+    def __init__(self, build=bert) -> None:
         super().__init__()
-        self.model = self.build()
-
-    def build(self) -> nn.Module:
-        return bert()
+        self.model = build()
 
 
 class Lightning(Holding):
@@ -383,12 +369,12 @@ MADE_INSIDE = {
     "of a model of transformers": (Lightning, ["model.encoder.layer.0", "model.encoder.layer.1"]),
     "of nn.TransformerEncoder": (lambda: OfTorch(batch_first=True), ["encoder.layers.0", "encoder.layers.1"]),
     "tokens before the batch": (lambda: OfTorch(batch_first=False), ["encoder.layers.0", "encoder.layers.1"]),
-    "of blocks, True = padding": (told(lambda ids: ids == 0, "padding_mask"), ID_BLOCKS),
-    "of blocks of transformers": (told(lambda ids: ids != 0, "padding_mask", IdsOfTransformers), ID_BLOCKS),
-    "of blocks, 1 = a token": (told(lambda ids: (ids != 0).long()), ID_BLOCKS),
-    "of blocks, to broadcast": (told(lambda ids: (ids != 0).long()[:, None, None]), ID_BLOCKS),
-    "of blocks, to multiply with": (told(lambda ids: (ids != 0).float()[..., None]), ID_BLOCKS),
-    "of blocks, added to scores": (told(lambda ids: (ids == 0)[:, None, None] * -1e4), ID_BLOCKS),
+    "of blocks, True = padding": (told(lambda ids: ids == 0, "padding_mask"), STACKED),
+    "of blocks of transformers": (told(lambda ids: ids != 0, "padding_mask", IdsOfTransformers), STACKED),
+    "of blocks, 1 = a token": (told(lambda ids: (ids != 0).long()), STACKED),
+    "of blocks, to broadcast": (told(lambda ids: (ids != 0).long()[:, None, None]), STACKED),
+    "of blocks, to multiply with": (told(lambda ids: (ids != 0).float()[..., None]), STACKED),
+    "of blocks, added to scores": (told(lambda ids: (ids == 0)[:, None, None] * -1e4), STACKED),
 }
 
 
@@ -412,9 +398,6 @@ def test_masks_that_the_model_makes_of_its_tokens(form, sequential):
 class Wrapped(Holding):
     """Around an encoder-decoder of transformers, whose decoder has no padding."""
 
-    def build(self) -> nn.Module:
-        return ARCHITECTURES["t5"].build()
-
     def forward(self, input_ids: Tensor, attention_mask: Tensor, decoder_input_ids: Tensor) -> Tensor:
         return self.model(input_ids, attention_mask, decoder_input_ids).logits
 
@@ -424,6 +407,13 @@ class OneForTwo(Holding):
 
     def forward(self, query: dict[str, Tensor], image: Tensor) -> Tensor:
         return self.model(**query).pooler_output @ self.model(inputs_embeds=image).pooler_output.T
+
+
+class TwoMasks(Holding):
+    """Both calls of the one model inside are told of their own padding."""
+
+    def forward(self, query, answer) -> Tensor:
+        return self.model(**query).pooler_output @ self.model(**answer).pooler_output.T
 
 
 class TwoTowers(nn.Module):
@@ -438,16 +428,17 @@ class TwoTowers(nn.Module):
 IMAGE, REAL = torch.randn(3, 12, 16), FIRST["attention_mask"]
 QUERY, TOWERS = {"query": FIRST, "image": IMAGE}, {"ids": zero_padded()[0], "attention_mask": REAL, "image": IMAGE}
 DECODED = FIRST | {"decoder_input_ids": torch.ones(3, 12, dtype=torch.long)}
-# (model, batch, a layer of the part that is called without one, its rows, the class that a note names)
-WITHOUT_A_MASK = [
-    (Wrapped, DECODED, "model.decoder.block.0.layer.2.DenseReluDense.wo", 3 * 12, None),
+# (model, batch, a layer of the part that is called without a mask, its rows, the class that a note names)
+OF_EACH_CALL = [
+    (lambda: Wrapped(tiny_t5), DECODED, "model.decoder.block.0.layer.2.DenseReluDense.wo", 3 * 12, None),
     (OneForTwo, QUERY, "model.encoder.layer.0.intermediate.dense", int(REAL.sum()) + 3 * 12, "BertModel"),
     (TwoTowers, TOWERS, "image.layers.0.linear1", 3 * 12, "TransformerEncoder"),
+    (TwoMasks, dict(zip(("query", "answer"), padded())), "model.encoder.layer.0.output.dense", PADDED_ROWS, None),
 ]
 
 
-@pytest.mark.parametrize(("build", "batch", "layer", "rows", "noted"), WITHOUT_A_MASK)
-def test_a_call_without_a_mask_has_none_of_other_calls(build, batch, layer, rows, noted):
+@pytest.mark.parametrize(("build", "batch", "layer", "rows", "noted"), OF_EACH_CALL)
+def test_each_call_has_its_own_mask_or_none(build, batch, layer, rows, noted):
     """Though there are as many tokens as in the padded call."""
     tokens, notes = counted(build().eval(), batch, include=["*.0.*"])
     assert tokens[layer] == rows
@@ -469,7 +460,7 @@ def test_a_decoder_takes_the_mask_of_the_states_that_it_is_given(states_mask):
     assert rows["encoder.layer.1.crossattention.self.key"] == (6 if states_mask is not None else 8)
 
 
-class NormedMemory(nn.Module):
+class NormedMemory(CrossModel):
     """Whose attention reads something that is made of the memory."""
 
     class Block(nn.Module):
@@ -480,15 +471,10 @@ class NormedMemory(nn.Module):
         def forward(self, x: Tensor, memory: Tensor) -> Tensor:
             return x + (self.q(x) @ self.k(self.norm(memory)).mT).softmax(-1) @ memory
 
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList([self.Block(), self.Block()])
+    kind = Block
 
     def forward(self, tgt, memory, tgt_key_padding_mask, memory_key_padding_mask) -> Tensor:
-        for block in self.blocks:
-            tgt = block(tgt, memory)
-        return tgt
+        return super().forward(tgt, memory)
 
 
 @pytest.mark.parametrize("length", [3, 4], ids=["longer than the queries", "as long as the queries"])
@@ -580,7 +566,7 @@ def test_what_a_loop_calls_by_itself_has_no_mask_of_the_call_before():
 
 
 def test_a_model_that_calls_itself_is_told_by_each_of_its_calls():
-    found = collected(SelfCalling(), ID_BLOCKS, data_loader=[zero_padded()], collect_func=lambda batch: (batch,))
+    found = collected(SelfCalling(), STACKED, data_loader=[zero_padded()], collect_func=lambda batch: (batch,))
     assert {stats.tokens for stats in found.values()} == {PADDED_ROWS}
 
 
@@ -617,17 +603,6 @@ def test_batches_of_padding_alone_judge_nothing():
     whole, left_out = map(mts.report, models)
     assert whole.shrunk.kl == left_out.shrunk.kl
     assert left_out.notes == [*whole.notes, "batches of nothing but padding are left out: 1"]
-
-
-def test_two_towers_have_a_mask_each():
-    """Both calls of the one model inside are told of their own padding."""
-
-    class Towers(Holding):
-        def forward(self, query, answer):
-            return self.model(**query).pooler_output @ self.model(**answer).pooler_output.T
-
-    found = collected(Towers(), ["model.encoder.layer.0"], data_loader=[(*padded(), {})], include="*.layer.0.*")
-    assert {stats.tokens for stats in found.values()} == {PADDED_ROWS}
 
 
 UNCLEAR = {
