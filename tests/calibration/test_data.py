@@ -1,6 +1,5 @@
 """Calibration data in every form."""
 
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from threading import Lock
@@ -17,6 +16,7 @@ from modelopt_sparse.calibration.data import Call, digest_of
 from modelopt_sparse.model.devices import map_batch
 from tests.calibration.collecting import assert_same, collected
 from tests.helpers import refused, tiny_llama, token_batches
+from tests.oracles.brute_force import assert_stats, brute_force
 
 pytestmark = pytest.mark.core
 
@@ -30,29 +30,27 @@ def _run_all(batches: list[Tensor], model: nn.Module) -> None:
         model(input_ids=batch)
 
 
-class Endless(Dataset):
-    """Its length alone says where it ends."""
+class Held(Dataset):
+    """It has a length."""
 
     def __init__(self, batches: list[Tensor]) -> None:
         self.batches = batches
 
     def __len__(self) -> int:
         return len(self.batches)
+
+
+class Endless(Held):
+    """Its length alone says where it ends."""
 
     def __getitem__(self, index: int) -> Tensor:
         return self.batches[index % len(self)]
 
 
-class Sized(IterableDataset):
-    """It has a length and no entries by number."""
+class Sized(Held, IterableDataset):
+    """It has no entries by number."""
 
-    def __init__(self, batches: list[Tensor]) -> None:
-        self.batches = batches
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __iter__(self) -> Iterator[Tensor]:
+    def __iter__(self):
         return iter(self.batches)
 
 
@@ -73,15 +71,6 @@ FORMS = {
     "generator": lambda x: {"data_loader": (batch for batch in x)},
     "tuples with keywords last": lambda x: {"data_loader": [(batch, {"use_cache": False}) for batch in x]},
     "collect_func, tensors": lambda x: {"data_loader": x, "collect_func": lambda batch: batch},
-    "collect_func, dicts": lambda x: {"data_loader": x, "collect_func": lambda batch: {"input_ids": batch}},
-    "collect_func, all positional": lambda x: {
-        "data_loader": x,
-        "collect_func": lambda batch: (batch, torch.ones_like(batch)),  # Llama's second argument is attention_mask
-    },
-    "collect_func, keywords last": lambda x: {
-        "data_loader": [{"ids": batch, "label": 1} for batch in x],
-        "collect_func": lambda batch: (batch["ids"], {"use_cache": False}),
-    },
     "forward_loop": lambda x: {"forward_loop": partial(_run_all, x)},
     "forward_loop in inference mode": lambda x: {"forward_loop": torch.inference_mode()(partial(_run_all, x))},
 }
@@ -122,7 +111,7 @@ def test_max_batches_stops_early_and_draws_no_more():
 class Dense(nn.Module):
     """Takes its input out of whatever it is given."""
 
-    def __init__(self, take: Callable = lambda x: x) -> None:
+    def __init__(self, take=lambda x: x) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.take = take
@@ -147,7 +136,7 @@ def rows(batches: int = 4) -> list[Tensor]:
     return [torch.randn(9, 16, generator=generator) * size for size in sizes]
 
 
-def of_dense(batches: list, take: Callable = lambda x: x, **options) -> dict[str, mts.Stats]:
+def of_dense(batches: list, take=lambda x: x, **options) -> dict[str, mts.Stats]:
     return collected(Dense(take), ["blocks.0", "blocks.1"], data_loader=batches, sequential="none", **options)
 
 
@@ -217,26 +206,23 @@ def test_tensors_in_objects_move_as_well(kind):
     assert take(map_batch(lambda x: x, batch)) is take(batch) or kind == "objects in a list"
 
 
-def jagged(x: Tensor) -> Tensor:
-    return torch.nested.nested_tensor([x[:2], x[2:]], layout=torch.jagged)
+def nested(x: Tensor, layout: torch.layout = torch.jagged) -> Tensor:
+    return torch.nested.nested_tensor([x[:2], x[2:]], layout=layout)
 
 
-@pytest.mark.parametrize("convert", [Tensor.to_sparse, Tensor.to_sparse_csr, Tensor.to_sparse_csc, jagged])
+@pytest.mark.parametrize("convert", [Tensor.to_sparse, Tensor.to_sparse_csr, Tensor.to_sparse_csc, nested])
 @pytest.mark.filterwarnings("ignore:.*(Sparse|nested tensors)")
 def test_sparse_and_nested_batches(convert):
     """The statistics are those of the same rows in a plain tensor; and quality goes by them."""
-    build = lambda: nn.Sequential(Dense().blocks[0])  # noqa: E731
-    found, expected = (collected(build(), [""], data_loader=[f(x) for x in rows()]) for f in (convert, lambda x: x))
-    for name, stats in expected.items():
-        assert found[name].tokens == stats.tokens
-        torch.testing.assert_close(found[name].gram, stats.gram)
-    data = [convert(x) for x in rows()]
-    mts.sparsify(Dense().blocks[0], pattern="2:4", quality="balanced", data_loader=data, progress=False)
+    data, plain = [convert(x) for x in rows()], Dense().blocks[0]
+    found = collected(Dense().blocks[0], [""], data_loader=data)
+    assert_stats(found, brute_force(plain, rows(), [""]))
+    mts.sparsify(plain, pattern="2:4", quality="balanced", data_loader=data, progress=False)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_a_nested_tensor_without_a_shape_is_refused():
-    data = [torch.nested.nested_tensor([x[:2], x[2:]], layout=torch.strided) for x in rows()]
+    data = [nested(x, torch.strided) for x in rows()]
     refused(mts.sparsify, Dense(), match="make it with layout=torch.jagged", data_loader=data, error=TypeError)
 
 

@@ -93,7 +93,6 @@ class Made(nn.Module):
             for place, block in enumerate(blocks):
                 if part["way"] == "by values" and place == 1 and x.mean() > 0.2:
                     continue
-                self.step(part["between"], x, before)
                 x = self.changed(part["between"], x, before) * self.gain
                 seen = {"first": before[0] if before else None, "here": memory}.get(part["memory"])
                 output = block(x, seen) if shared is None else block(x, seen, shared=shared)
@@ -107,15 +106,12 @@ class Made(nn.Module):
         self.kept = None
         return x
 
-    def step(self, what: str, x: Tensor, before: list[Tensor]) -> None:
-        """What the model remembers in a call."""
+    def changed(self, what: str, x: Tensor, before: list[Tensor]) -> Tensor:
+        """What a block is given in the place of ``x``, of which the model may remember something in a call."""
         if what == "keep":
             self.kept = x.mean(0)
         if what == "note":
             self.notes.append(0.1 * x.mean(0))
-
-    def changed(self, what: str, x: Tensor, before: list[Tensor]) -> Tensor:
-        """What a block is given in the place of ``x``."""
         if what == "skip" and before:
             return x + 0.5 * before[-2 % len(before)]
         if what == "write":
@@ -153,7 +149,6 @@ def differs(seed: int, sequential: str) -> str:
     left = [f"{name}.*" for name in names if name not in reached]
     left += [layer for name in reached for layer in matrices_of(dense, [name]) if layer not in layers]
     matrices = {name: x.clone() for name, x in matrices_of(dense, reached).items() if name in layers}
-    flags = torch.get_default_dtype(), model.gain, [block.scale for block in model.modules() if hasattr(block, "scale")]
     torch.manual_seed(0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -162,9 +157,9 @@ def differs(seed: int, sequential: str) -> str:
             mts.sparsify(model, method, data_loader=data, **options)
         except (ValueError, RuntimeError) as error:
             return f"error: {error}"
-    after = torch.get_default_dtype(), model.gain, [block.scale for block in model.modules() if hasattr(block, "scale")]
-    if after[:2] != flags[:2] or model.kept is not None or model.notes:
-        return f"left behind: {after}, {model.kept}, {model.notes}"
+    left_behind = torch.get_default_dtype(), model.gain, model.kept, model.notes
+    if left_behind != (torch.float32, 1.0, None, []):
+        return f"left behind: {left_behind}"
 
     order = list(dict.fromkeys(layer.name.rpartition(".")[0] for layer in mts.report(model).layers))
     found = method.by_layer(matrices)

@@ -80,19 +80,23 @@ def test_a_folder_with_files_of_several_kinds_is_refused(tmp_path):
     refused(documents_of, tmp_path, match=r"holds files of several kinds \(.csv, .jsonl\): give one of them")
 
 
-@pytest.mark.parametrize("form", ["jsonl", "saved", "json"])
-def test_a_folder_with_a_data_set_or_a_file_that_is_one(tokenizer, tmp_path, monkeypatch, form):
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    place = tmp_path / "folder"
-    if form == "saved":
-        Dataset.from_dict({"text": TEXTS}).save_to_disk(place)
-    elif form == "jsonl":
-        place.mkdir()
-        (place / "train.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
-    else:
-        place = tmp_path / "rows.json"
-        place.write_text(json.dumps([{"text": text, "source": "x"} for text in TEXTS]))
-    assert torch.equal(tokens_of(place, tokenizer), tokens_of(TEXTS, tokenizer))
+WRITERS = {  # what is read, and how it is written
+    "saved": lambda table, path: table.save_to_disk(path),
+    "folder": lambda table, path: table.to_json(path / "train.jsonl"),
+    "rows.json": lambda table, path: table.to_json(path, lines=False),
+    "rows.csv": lambda table, path: table.to_csv(path),
+    "rows.parquet": lambda table, path: table.to_parquet(path),
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_folder_with_a_data_set_or_a_file_that_is_one(tmp_path, monkeypatch, name):
+    """A .csv was one text, its head and its commas included."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "folder").mkdir()
+    table = Dataset.from_dict({"text": TEXTS, "n": [1, 2, 3]})
+    WRITERS[name](table, tmp_path / name)
+    assert documents_of(tmp_path / name) == TEXTS
 
 
 @pytest.fixture
@@ -238,18 +242,6 @@ def test_rows_are_taken_as_those_of_a_jsonl_file(chatting):
     rows = [{"text": TEXTS[0], "more": 1}, {"messages": CHAT}]
     assert documents_of(rows) == [TEXTS[0], CHAT]
     assert tokens_of(rows, chatting).tolist() == tokens_of([TEXTS[0], CHAT], chatting).tolist()
-
-
-@pytest.mark.parametrize("kind", ["csv", "parquet"])
-def test_a_table_in_a_file_is_read_by_its_kind(tmp_path, kind, monkeypatch):
-    """A .csv was one text, its head and its commas included."""
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    path = tmp_path / f"x.{kind}"
-    table = Dataset.from_dict({"text": TEXTS, "n": [1, 2, 3]})
-    getattr(table, f"to_{kind}")(str(path))
-    assert documents_of(path) == TEXTS
-    getattr(table.rename_column("text", "what"), f"to_{kind}")(str(tmp_path / f"y.{kind}"))
-    refused(documents_of, tmp_path / f"y.{kind}", match="the data set has no column text")
 
 
 def test_rows_in_place_of_batches_are_told_to_be_collated(tokenizer):

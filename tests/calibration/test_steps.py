@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import BertConfig, BertForMaskedLM
 
 import modelopt_sparse as mts
 from modelopt_sparse.calibration.data import batch_rows, load_calls
 from modelopt_sparse.model.devices import flat_tensors
 from tests.helpers import in_steps, tiny_llama
+from tests.models.tiny import masked_bert
 
 pytestmark = pytest.mark.core
 
@@ -94,12 +94,6 @@ def test_steps_of_text(device):
     assert mts.SparsifyConfig(reconstruct=True, batch_size=8).windows_per_batch(128, 512, torch.device(device)) == 8
 
 
-def tiny_bert() -> nn.Module:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
-    return BertForMaskedLM(BertConfig(vocab_size=97, **sizes))
-
-
 def one_block() -> nn.Module:
     return tiny_llama(num_hidden_layers=1)
 
@@ -113,7 +107,7 @@ RUNS = [
     (one_block, DISTILLED),
     (one_block, {"budget": "50% zeros"}),
     (tiny_llama, {"permute": True}),
-    *((each, OWN_TEXT) for each in (one_block, tiny_bert)),
+    *((each, OWN_TEXT) for each in (one_block, masked_bert)),
 ]
 
 

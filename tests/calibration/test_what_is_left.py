@@ -1,18 +1,15 @@
 """Calibration that fails or is stopped, and what is left of the model; and what a run leaves alone."""
 
-import copy
-
 import pytest
 import torch
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel
 
 import modelopt_sparse as mts
 from modelopt_sparse.plan.options import QUALITIES
 from tests.calibration.collecting import assert_same, collected
 from tests.helpers import assert_same_state, refused, state_of, tiny_llama, token_batches
 from tests.models.stacked import STACKED, NanAtPadding, Stacked, vectors
-from tests.models.tiny import tiny_mixtral
+from tests.models.tiny import tiny_gpt2, tiny_mixtral
 from tests.oracles.brute_force import Recording, assert_stats, brute_force
 
 
@@ -62,12 +59,10 @@ class KeepLast(mts.Method):
 
 def test_a_model_in_training_mode_is_calibrated_in_evaluation_mode():
     """Dropout is off, and each module has its own flag afterwards."""
-    config = GPT2Config(vocab_size=97, n_positions=32, n_embd=16, n_layer=2, n_head=2)
-    assert config.resid_pdrop > 0
-    torch.manual_seed(0)
-    model = GPT2LMHeadModel(config).eval()
+    model = tiny_gpt2()
+    assert model.config.resid_pdrop > 0
     blocks = ["transformer.h.0", "transformer.h.1"]
-    expected = collected(copy.deepcopy(model), blocks, data_loader=token_batches())
+    expected = collected(tiny_gpt2(), blocks, data_loader=token_batches())
     model.train()
     model.transformer.h[0].attn.eval()
     flags = [module.training for module in model.modules()]

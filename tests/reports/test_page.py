@@ -8,14 +8,13 @@ from statistics import mean
 
 import pytest
 import torch
-from transformers import MixtralConfig, MixtralForCausalLM
 
 import modelopt_sparse as mts
 from modelopt_sparse import training
 from modelopt_sparse.reports.page import drawn_masks, place_of
-from modelopt_sparse.reports.report import Report
 from modelopt_sparse.reports.values import BlockReport, Skipped
 from tests.helpers import tiny_llama, token_batches
+from tests.models.tiny import tiny_mixtral
 from tests.reports import pages
 from tests.reports.pages import assert_golden, figures, full_report, layer, tables, unpacked, visible
 
@@ -44,12 +43,12 @@ def test_the_page_of_a_run_is_the_golden_text(tmp_path):
 
 
 def test_the_page_of_two_runs_is_the_golden_text(tmp_path):
-    second = Report([layer("h.0.fc", (0.3,)), layer("h.2.fc", (0.5,))], settings={"seed": 1, "update": True})
+    second = mts.Report([layer("h.0.fc", (0.3,)), layer("h.2.fc", (0.5,))], settings={"seed": 1, "update": True})
     options = {"compare": second, "compare_title": "two"}
     assert_golden("page-of-two", pages.as_text(full_report().to_html(tmp_path / "a.html", title="one", **options)))
     assert "error, A" in tables(full_report().to_html(tmp_path / "b.html", title="two", **options))["layers"]
     roles = [layer(f"a.0.{i}x", (0.01 * (i + 1),)) for i in range(12)]
-    pairs = figures(Report(roles).to_html(tmp_path / "c.html", compare=Report(roles[1:])))["pairs"]
+    pairs = figures(mts.Report(roles).to_html(tmp_path / "c.html", compare=mts.Report(roles[1:])))["pairs"]
     assert all(trace["x"] == trace["y"] for trace in pairs["traces"]), "of many roles too, each beside itself"
 
 
@@ -68,16 +67,15 @@ def test_a_plot_without_data_is_left_out(tmp_path):
     model = mts.sparsify(tiny_llama(), "magnitude", progress=False)
     drawn = figures(mts.report(model).to_html(tmp_path / "a.html"))
     assert {"zeros"} <= {*drawn} <= {"errors", "steps", "zeros", "seconds"}
-    Report(tasks={"arc": {"acc,none": math.nan}}).to_html(tmp_path / "nan.html")
+    mts.Report(tasks={"arc": {"acc,none": math.nan}}).to_html(tmp_path / "nan.html")
     assert tables(tmp_path / "nan.html")["tasks"]["score"] == [None]
-    Report().to_html(tmp_path / "empty.html")
+    mts.Report().to_html(tmp_path / "empty.html")
     assert figures(tmp_path / "empty.html") == tables(tmp_path / "empty.html") == {}
     assert unpacked(tmp_path / "empty.html", "plotly") == ""
 
 
 def test_a_budget_and_experts_are_drawn(tmp_path):
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
-    model = MixtralForCausalLM(MixtralConfig(vocab_size=97, num_hidden_layers=2, num_local_experts=4, **sizes)).eval()
+    model = tiny_mixtral()
     mts.sparsify(model, "sparsegpt", data_loader=token_batches(1), progress=False, budget="50% zeros")
     drawn = figures(mts.report(model).to_html(tmp_path / "a.html"))
     assert {"tried", "curve", "levels", "experts"} <= set(drawn)
@@ -91,7 +89,7 @@ def test_the_map_of_a_mask(tmp_path):
     torch.manual_seed(0)
     masks = {"a.0.weight": torch.rand(192, 384) > 0.3, "a.1.experts": torch.rand(3, 4, 8) > 0.5}
     rows = [layer("a.0", (0.1,)), layer("a.1", (0.2,), parameter="a.1.experts", shape=[3, 4, 8])]
-    drawn = figures(Report(layers=rows).to_html(tmp_path / "a.html", masks=masks))["masks"]
+    drawn = figures(mts.Report(layers=rows).to_html(tmp_path / "a.html", masks=masks))["masks"]
     assert list(drawn["choices"]) == ["a.1.experts", "a.0.weight"]  # the larger error first
     first, _, corner, whole = drawn["traces"]
     parts = [masks["a.1.experts"][0], masks["a.0.weight"][:64, :64]]
@@ -111,7 +109,7 @@ def test_the_map_of_a_convolution_has_all_of_its_groups(tmp_path):
 
 
 def test_of_many_masks_those_with_the_largest_errors_are_drawn():
-    report = Report(layers=[layer(f"a.{i}", (i / 10,)) for i in range(9)])
+    report = mts.Report(layers=[layer(f"a.{i}", (i / 10,)) for i in range(9)])
     assert drawn_masks(report, [each.parameter for each in report.layers]) == [f"a.{i}.weight" for i in range(8, 2, -1)]
 
 
@@ -139,7 +137,7 @@ def test_block_and_role(name, place):
 
 def test_many_kinds_of_layers_are_few_lines(tmp_path):
     rows = [layer(f"layers.0.kind{chr(97 + i)}", (0.1 + i / 100,)) for i in range(20)]
-    drawn = figures(Report(layers=rows).to_html(tmp_path / "a.html"))
+    drawn = figures(mts.Report(layers=rows).to_html(tmp_path / "a.html"))
     lines = {trace["name"]: trace["y"] for trace in drawn["errors"]["traces"]}
     assert (len(lines), lines["others"]) == (10, [pytest.approx(mean(0.1 + i / 100 for i in range(9, 20)))])
 
@@ -163,12 +161,12 @@ EVIL = '<script>alert("x")</script><img src=x onerror=alert(1)>&'
 def test_names_and_notes_are_no_html(tmp_path):
     rows = [layer(f"a.0.{EVIL}", (0.1,), notes=[EVIL], recipe=EVIL, type=EVIL), layer("a.1.x", (0.2,), pattern=EVIL)]
     blocks, skipped = [BlockReport(EVIL, 0.2, 0.1, 1, 1.0)], (Skipped(EVIL, EVIL, (2, 2), EVIL),)
-    report = Report(rows, blocks, skipped, [EVIL], {EVIL: EVIL})
+    report = mts.Report(rows, blocks, skipped, [EVIL], {EVIL: EVIL})
     curve = {"unit": "zeros", "points": [[50, 0.1, 0.2, None]]}
     report.settings["budget"] = {"asked": EVIL, "taken": EVIL, "tried": {EVIL: [0.1, 0.1]}, "curve": curve}
     report.earlier = [{"layers": [], "notes": [EVIL], "settings": {"a": EVIL}}]
     plain = report.to_html(tmp_path / "a.html", title=EVIL, masks={EVIL: torch.ones(4, 4, dtype=torch.bool)})
-    both = report.to_html(tmp_path / "b.html", title=EVIL, compare=Report(rows[:1], settings={EVIL: 1}))
+    both = report.to_html(tmp_path / "b.html", title=EVIL, compare=mts.Report(rows[:1], settings={EVIL: 1}))
     for path in (plain, both):
         text = visible(path)
         assert (text.count("<script"), text.count("<img")) == (3, 0)  # the data, plotly and the page's own
@@ -181,7 +179,7 @@ def test_names_and_notes_are_no_html(tmp_path):
 def test_without_plotly_it_says_what_to_install(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "plotly", None)
     with pytest.raises(ValueError, match=r'pip install "modelopt-sparse\[report\]"'):
-        Report().to_html(tmp_path / "a.html")
+        mts.Report().to_html(tmp_path / "a.html")
     assert not list(tmp_path.iterdir())
 
 
@@ -190,4 +188,4 @@ def test_what_is_refused(tmp_path):
     wrong = {"model.safetensors": "a file that ends in .html", "folder.html": "is a folder"}
     for path, why in (wrong | {"a.html": "'w' is no bool tensor"}).items():
         with pytest.raises(ValueError, match=why):
-            Report().to_html(tmp_path / path, masks={"w": torch.ones(2, 2)})
+            mts.Report().to_html(tmp_path / path, masks={"w": torch.ones(2, 2)})
