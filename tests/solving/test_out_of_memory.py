@@ -1,8 +1,6 @@
 """Memory that runs out in a solve: smaller pieces give the same, and where there are none the error says what to do."""
 
 import weakref
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -10,8 +8,6 @@ from torch import nn
 
 import modelopt_sparse as mts
 from modelopt_sparse.methods import METHODS
-from modelopt_sparse.methods.base import Method
-from modelopt_sparse.methods.patterns import NM, Unstructured
 from modelopt_sparse.methods.scores import GivenMask
 from modelopt_sparse.model.devices import is_out_of_memory
 from tests.helpers import Snapshot, assert_bits, assert_same_masks, refused, tiny_llama, token_batches
@@ -20,10 +16,10 @@ from tests.oracles.layer_problem import problem
 from tests.solving.test_failures import at_the_third_mask, stops_after
 
 tiny_mixtral = MODELS["mixtral"]  # gate_up_proj [4, 48, 32]
-EXPERTS: dict[str, Any] = {"pattern": "2:4", "data_loader": token_batches(vocab=VOCAB), "min_tokens": 8}
+EXPERTS = {"pattern": "2:4", "data_loader": token_batches(vocab=VOCAB), "min_tokens": 8}
 EXPERTS["include"] = "*.gate_up_proj"
 
-FAILURES: dict[str, Callable[[], Exception]] = {
+FAILURES = {
     "cuda": lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total ..."),
     "cpu": lambda: RuntimeError(
         "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to "
@@ -33,11 +29,11 @@ FAILURES: dict[str, Callable[[], Exception]] = {
 }
 
 
-class Scarce(Method):
+class Scarce(mts.Method):
     """A method in a memory that holds ``room`` weights at a time, and ``prepared`` numbers of a Gram matrix to prepare
     with."""
 
-    def __init__(self, inner: Method, room: int, prepared: int = 2**30, failure: str = "cuda") -> None:
+    def __init__(self, inner: mts.Method, room: int, prepared: int = 2**30, failure: str = "cuda") -> None:
         self.inner, self.room, self.prepared, self.failure = inner, room, prepared, failure
         for key in ("name", "needs", "options", "scope", "updates", "rows_independent"):
             setattr(self, key, getattr(inner, key))
@@ -55,7 +51,7 @@ class Scarce(Method):
         return self.inner.solve(weight, state, pattern, options)
 
 
-def compared(make: Callable[[], nn.Module], method: Scarce, **options: Any) -> tuple[mts.Report, mts.Report]:
+def compared(make, method: Scarce, **options) -> tuple[mts.Report, mts.Report]:
     """The reports of a model that was solved whole and of one that was solved in pieces; their masks are equal."""
     whole, pieces = make(), make()
     mts.sparsify(whole, method.inner, **options)
@@ -147,11 +143,12 @@ def test_a_piece_of_a_layer_with_a_mask_of_ones_own_has_a_piece_of_the_mask():
     (target,) = mts.make_plan(tiny_llama(), masks={f"{name}.weight": mask}, pattern="2:4").layers
     assert isinstance(target.method, GivenMask)
     part = target.method.part((..., slice(3, 9), slice(None)))
-    assert part.mask is not None
     assert torch.equal(part.mask, mask[3:9])
 
 
-@pytest.mark.parametrize("pattern", [NM(2, 4), NM(1, 8), Unstructured(0.5, "row"), Unstructured(0.3, "row")], ids=str)
+@pytest.mark.parametrize(
+    "pattern", [mts.NM(2, 4), mts.NM(1, 8), mts.Unstructured(0.5, "row"), mts.Unstructured(0.3, "row")], ids=str
+)
 @pytest.mark.parametrize("name", METHODS)
 def test_a_method_says_that_rows_are_independent_where_they_are(name, pattern):
     """Those that do not say so do give other masks to some rows alone."""
@@ -203,7 +200,7 @@ Q, GATE, DOWN = (
 )
 WITHOUT_GRAM = "a method without a Gram matrix (wanda, magnitude)"
 # method, the numbers that memory holds -> words of the error, layers that are done by then, what was tried first
-TOO_LARGE: dict[tuple[str, int], tuple[list[str], int, list[tuple[int, ...]], dict[str, Any]]] = {
+TOO_LARGE = {
     ("alps", 600): ([Q, "device="], 0, [(32, 32), (32, 32)], {}),  # the second is that of the second call
     ("ria", 600): ([Q, "device="], 0, [(32, 32), (32, 32)], {}),
     ("sparsegpt", 600): ([Q, "device="], 0, [(32, 32), (32, 32)], {"pattern": 0.5}),
