@@ -9,12 +9,9 @@ from transformers import PreTrainedConfig
 import modelopt_sparse as mts
 from modelopt_sparse.methods import METHODS
 from modelopt_sparse.methods.alps import Scaled
-from modelopt_sparse.methods.base import Stats
 from modelopt_sparse.model import devices
 from modelopt_sparse.plan import memory as planned_memory
-from modelopt_sparse.plan.planner import make_plan
 from modelopt_sparse.shrinking import importance as choose_channels
-from modelopt_sparse.shrinking.plan import plan_shrink
 from modelopt_sparse.shrinking.sizes import ShrinkRequest, TargetSizes
 from tests.helpers import LiveBytes, tiny_llama, token_batches
 from tests.models.expert_models import VOCAB, causal
@@ -43,33 +40,33 @@ def test_memory_figures_agree_with_a_hand_computation():
     """Statistics are float32; the largest workspace: ten numbers per weight of down, four Gram matrices."""
     text = {"data": ["some text"], "tokenizer": print, "num_samples": 5}
     of_layers = {"statistics_of_one_block": GRAMS, "solver_workspace": SOLVER}
-    plan = make_plan(untied(), "sparsegpt", text)  # windows of the model's 64 positions
+    plan = mts.make_plan(untied(), "sparsegpt", text)  # windows of the model's 64 positions
     of_layers["logits_of_one_batch"] = 5 * 64 * 97 * 4
     of_layers["one_batch_in_one_block"] = 5 * 64 * (4 * (ROWS + COLUMNS) + 4 * COLUMNS)
     assert plan.memory == of_layers | {"masks": 2 * MATRICES, "cached_activations": 5 * 64 * 32 * 4}
-    halved = make_plan(untied().bfloat16(), "sparsegpt", text, seq_len=10, enforce=False)
+    halved = mts.make_plan(untied().bfloat16(), "sparsegpt", text, seq_len=10, enforce=False)
     of_layers["logits_of_one_batch"] = 5 * 10 * 97 * 2
     of_layers["one_batch_in_one_block"] = 5 * 10 * (2 * (ROWS + COLUMNS) + 4 * COLUMNS)
     assert halved.memory == of_layers | {"cached_activations": 5 * 10 * 32 * 2}
-    tuned = make_plan(untied(), "sparsegpt", text, reconstruct=True)
+    tuned = mts.make_plan(untied(), "sparsegpt", text, reconstruct=True)
     assert tuned.memory["cached_activations"] == 3 * 5 * 64 * 32 * 4
-    assert make_plan(untied(), "wanda").memory["statistics_of_one_block"] == 4 * (6 * 32 + 64)
-    assert make_plan(untied(), "magnitude").memory["statistics_of_one_block"] == 0
-    assert "cached_activations" not in make_plan(untied(), "magnitude", text).memory
+    assert mts.make_plan(untied(), "wanda").memory["statistics_of_one_block"] == 4 * (6 * 32 + 64)
+    assert mts.make_plan(untied(), "magnitude").memory["statistics_of_one_block"] == 0
+    assert "cached_activations" not in mts.make_plan(untied(), "magnitude", text).memory
 
 
 def test_memory_of_stacked_matrices_layers_outside_of_blocks_and_twins():
-    plan = make_plan(nn.MultiheadAttention(8, 2), "sparsegpt")
+    plan = mts.make_plan(nn.MultiheadAttention(8, 2), "sparsegpt")
     assert plan.memory["statistics_of_one_block"] == 4 * (3 * 8 * 8 + 8 * 8)
 
     layers = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))])
     model = nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.Linear(12, 8), "layers": layers})
-    plan = make_plan(model, "sparsegpt", include=["a", "b"])
+    plan = mts.make_plan(model, "sparsegpt", include=["a", "b"])
     assert plan.memory["statistics_of_one_block"] == 4 * 12 * 12  # one at a time
 
     tied = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     tied[1].weight = tied[0].weight
-    assert make_plan(tied, "magnitude").memory["masks"] == 2 * 64
+    assert mts.make_plan(tied, "magnitude").memory["masks"] == 2 * 64
 
 
 def test_memory_of_a_run_that_streams_agrees_with_a_hand_computation():
@@ -77,8 +74,8 @@ def test_memory_of_a_run_that_streams_agrees_with_a_hand_computation():
     solving = {"statistics_of_one_block": GRAMS, "workspace": SOLVER}
     held = HELD | {"logits_of_one_batch": 5 * 10 * 97 * 2}
     masked = held | {"masks_of_one_block": MATRICES}
-    assert make_plan(model, "sparsegpt", data).streamed == {"host": masked | solving}
-    on_gpu = make_plan(model, "sparsegpt", data, device="cuda:1", enforce=False)
+    assert mts.make_plan(model, "sparsegpt", data).streamed == {"host": masked | solving}
+    on_gpu = mts.make_plan(model, "sparsegpt", data, device="cuda:1", enforce=False)
     assert on_gpu.streamed == {
         "host": held | {"masks_of_one_block": 0},
         "cuda:1": {"one_block": BLOCK, "masks_of_one_block": 0, **solving},
@@ -89,9 +86,9 @@ def test_memory_of_a_run_that_streams_agrees_with_a_hand_computation():
 def test_a_large_batch_takes_more_than_the_solver():
     """Each token: inputs and outputs of all layers of a block in bfloat16, and the inputs in float32."""
     model = untied().bfloat16()
-    held = make_plan(model, "wanda", num_samples=64, batch_size=16, seq_len=64).streamed["host"]
+    held = mts.make_plan(model, "wanda", num_samples=64, batch_size=16, seq_len=64).streamed["host"]
     assert held["workspace"] == 16 * 64 * (2 * (ROWS + COLUMNS) + 4 * COLUMNS)
-    unknown = make_plan(model, "wanda", data_loader=[torch.ones(1, 4, dtype=torch.long)])
+    unknown = mts.make_plan(model, "wanda", data_loader=[torch.ones(1, 4, dtype=torch.long)])
     assert "activations" not in unknown.streamed["host"]
     assert unknown.streamed["host"]["workspace"] == unknown.memory["solver_workspace"]
 
@@ -99,14 +96,14 @@ def test_a_large_batch_takes_more_than_the_solver():
 def test_what_blocks_share_is_outside_of_them():
     model = untied()
     model.model.layers[0].mlp.gate_proj = model.model.layers[1].mlp.gate_proj
-    plain, tied = (make_plan(x, "magnitude", exclude="*gate_proj").streamed["host"] for x in (untied(), model))
+    plain, tied = (mts.make_plan(x, "magnitude", exclude="*gate_proj").streamed["host"] for x in (untied(), model))
     size = 4 * 64 * 32
     assert tied["outside_of_the_blocks"] - plain["outside_of_the_blocks"] == size
     assert plain["one_block_twice"] - tied["one_block_twice"] == 2 * size
 
 
 def test_a_model_without_blocks_cannot_be_streamed_and_has_no_estimate():
-    assert make_plan(nn.Sequential(nn.Linear(8, 8)), "magnitude").streamed == {}
+    assert mts.make_plan(nn.Sequential(nn.Linear(8, 8)), "magnitude").streamed == {}
 
 
 @pytest.mark.parametrize(
@@ -116,11 +113,11 @@ def test_a_model_without_blocks_cannot_be_streamed_and_has_no_estimate():
 @pytest.mark.parametrize("method", ["magnitude", "wanda", "ria", "sparsegpt"])
 def test_a_solver_holds_no_more_than_the_plan_says(method, dtype, pattern, shape):
     model = nn.Sequential(nn.Linear(shape[1], shape[0], bias=False, dtype=dtype))
-    item = (plan := make_plan(model, method, pattern=pattern)).layers[0]
+    item = (plan := mts.make_plan(model, method, pattern=pattern)).layers[0]
     weight = model[0].weight.detach()
     inputs = torch.randn(shape[1] + 8, shape[1])
     gram = inputs.mT @ inputs
-    stats = Stats(len(inputs), gram.diagonal().clone(), gram if item.method.needs == "gram" else None)
+    stats = mts.Stats(len(inputs), gram.diagonal().clone(), gram if item.method.needs == "gram" else None)
     with LiveBytes(weight, gram, stats.square_sums) as live:
         item.method.solve(weight, item.method.prepare(stats, item.options), item.pattern, item.options)
     assert 0 < live.peak <= plan.memory["solver_workspace"] + plan.memory["masks"]
@@ -133,22 +130,24 @@ def test_memory_of_a_streamed_shrink_agrees_with_a_hand_computation():
     """MLPs of 64."""
     model, data = untied().bfloat16(), {"num_samples": 5, "seq_len": 10}
     channels = {"statistics_of_one_block": 2 * 4 * 64 * 64, "workspace": 44 * 64 * 64 + 72 * 32 * 64}
-    plan, held = plan_shrink(model, mlp=0.25, **data), HELD | {"logits_of_one_batch": 10 * 97 * 2}
+    plan, held = mts.plan_shrink(model, mlp=0.25, **data), HELD | {"logits_of_one_batch": 10 * 97 * 2}
     assert plan.streamed == {"host": held | channels}
     assert plan.as_dict()["streamed_memory_bytes"] == plan.streamed
     assert f"in all {sum(plan.streamed['host'].values()) / 2**20:,.1f}" in " ".join(str(plan).split())
     # without channels the largest are a batch of ten tokens, or what tunes the block
     batch = {"workspace": 10 * (2 * (ROWS + COLUMNS) + 4 * COLUMNS)}
-    assert plan_shrink(model, blocks=1, **data).streamed == {"host": held | batch}
-    tuned = plan_shrink(model, blocks=1, reconstruct=1, **data).streamed["host"]
+    assert mts.plan_shrink(model, blocks=1, **data).streamed == {"host": held | batch}
+    tuned = mts.plan_shrink(model, blocks=1, reconstruct=1, **data).streamed["host"]
     assert tuned["workspace"] == 6 * 4 * MATRICES
-    assert plan_shrink(model, budget="90% params").streamed == {}
+    assert mts.plan_shrink(model, budget="90% params").streamed == {}
 
 
 def test_memory_of_experts_that_are_refit_agrees_with_a_hand_computation():
     """Mixtral, 32 wide, 4 experts of 48, of which two work on a token."""
     model, data = shrinkable("Mixtral").bfloat16(), {"num_samples": 8, "seq_len": 16, "batch_size": 1}
-    refit, tuned = (plan_shrink(model, experts=1, **data, **more).streamed["host"] for more in ({}, {"reconstruct": 1}))
+    refit, tuned = (
+        mts.plan_shrink(model, experts=1, **data, **more).streamed["host"] for more in ({}, {"reconstruct": 1})
+    )
     of_token = (2 + 4) * 32 + 20 * 2 + 4 * 48
     assert refit["routed_tokens_of_one_block"] == 8 * 16 * of_token
     assert refit["workspace"] == 2 * 4 * 4 * 32 * 48 + 44 * (32 + 48) ** 2
@@ -160,8 +159,8 @@ def test_memory_of_experts_that_are_refit_agrees_with_a_hand_computation():
 def test_a_choice_of_channels_holds_no_more_than_the_plan_says(criterion, shape):
     rows, columns = shape
     model = tiny_llama(hidden_size=rows, intermediate_size=columns)
-    held = plan_shrink(model, mlp=0.25, num_samples=4, seq_len=8).streamed["host"]
-    planned = make_plan(model, "magnitude")
+    held = mts.plan_shrink(model, mlp=0.25, num_samples=4, seq_len=8).streamed["host"]
+    planned = mts.make_plan(model, "magnitude")
     name, *_ = (each.name for each in planned.layers if each.name.endswith("down_proj"))
     sizes = TargetSizes({"intermediate_size": (columns, columns * 3 // 4)})
     group = next(group for of_block in sizes.groups_in(model, planned).values() for group in of_block)
@@ -203,7 +202,7 @@ def test_a_layer_that_takes_more_than_there_is_is_refused_before_the_data(monkey
         yield
 
     options = {"pattern": 0.5, "include": ["*"], "progress": False}
-    plan = make_plan(Wide(), method, options)
+    plan = mts.make_plan(Wide(), method, options)
     assert any("wide takes" in note and "exclude" in note for note in plan.notes) == refused
     expected = "wide takes 268,435,456 bytes at once.*'wanda'" if refused else "the data was read"
     with pytest.raises((ValueError, AssertionError), match=expected):
@@ -213,7 +212,7 @@ def test_a_layer_that_takes_more_than_there_is_is_refused_before_the_data(monkey
 def test_a_tight_run_is_warned_of_once(monkeypatch):
     options = {"pattern": 0.5, "include": ["*"], "progress": False}
     monkeypatch.setattr(planned_memory, "bytes_of", lambda device: (1e12, 1e3))
-    assert any("where 1,000 are free" in note for note in make_plan(Wide(), "magnitude", options).notes)
+    assert any("where 1,000 are free" in note for note in mts.make_plan(Wide(), "magnitude", options).notes)
     with pytest.warns(UserWarning, match=r"at most on cpu, where 1,000 are free: free some") as caught:
         mts.sparsify(Wide(), "magnitude", options)
     assert len(caught) == 1
@@ -221,7 +220,7 @@ def test_a_tight_run_is_warned_of_once(monkeypatch):
 
 @pytest.mark.parametrize("method", ["sparsegpt", "alps", "polish"])
 def test_what_a_layer_takes_at_once_is_no_more_than_it_really_takes(method):
-    stats = Stats(600, torch.ones(512), torch.eye(512))
+    stats = mts.Stats(600, torch.ones(512), torch.eye(512))
     with LiveBytes(stats.gram, stats.square_sums) as live:
         Scaled.of(stats, 0.01) if method == "polish" else METHODS[method].prepare(stats, METHODS[method].options)
     assert live.peak >= 3 * 4 * 512**2
@@ -281,7 +280,7 @@ PEAKS = {  # what the plan counts -> a model, options
 def test_a_run_holds_no_more_than_the_plan_says(case):
     build, options = PEAKS[case]
     model, options = build(), {"progress": False, "enforce": False, **options}
-    plan = make_plan(model, "sparsegpt", **options)
+    plan = mts.make_plan(model, "sparsegpt", **options)
     with LiveBytes(*(p.detach() for p in model.parameters()), *model.buffers()) as live:
         mts.sparsify(model, "sparsegpt", **options)
     assert live.peak <= sum(plan.memory.values())
@@ -290,10 +289,10 @@ def test_a_run_holds_no_more_than_the_plan_says(case):
 def test_plan_counts_what_is_held_while_text_is_written():
     """Keys and values: 2 blocks, 2 heads of 8 channels, 32 windows of 64 tokens."""
     data = {**NUMBERS, "num_samples": 20, "seq_len": 64}
-    plan = make_plan(tiny_llama(), "wanda", **data, self_data="auto")
+    plan = mts.make_plan(tiny_llama(), "wanda", **data, self_data="auto")
     assert plan.memory["cache_of_own_text"] == 2 * 2 * 2 * 8 * 32 * 64 * 4
-    assert "cache_of_own_text" not in make_plan(tiny_llama(), "wanda", **data).memory
-    nothing = make_plan(tiny_llama(), "wanda", data="self", num_samples=20, seq_len=64)
+    assert "cache_of_own_text" not in mts.make_plan(tiny_llama(), "wanda", **data).memory
+    nothing = mts.make_plan(tiny_llama(), "wanda", data="self", num_samples=20, seq_len=64)
     assert nothing.memory["cache_of_own_text"] == 2 * 2 * 2 * 8 * 20 * 64 * 4
 
 
@@ -302,5 +301,5 @@ def test_keys_and_values_of_blocks_that_differ():
     """As those of Gemma 4 do: here the second of 2 blocks has 2 heads of 16 channels."""
     model = tiny_llama()
     model.config.per_layer_config = {1: {"head_dim": 16}}
-    plan = make_plan(model, "wanda", data="self", num_samples=20, seq_len=64)
+    plan = mts.make_plan(model, "wanda", data="self", num_samples=20, seq_len=64)
     assert plan.memory["cache_of_own_text"] == 2 * 2 * (8 + 16) * 20 * 64 * 4

@@ -8,7 +8,6 @@ from torch import nn
 
 import modelopt_sparse as mts
 from modelopt_sparse.methods import METHODS
-from modelopt_sparse.methods.patterns import NM
 from modelopt_sparse.plan.options import RENAMED, Rule, SparsifyConfig, check_globs, parse_rules
 from modelopt_sparse.plan.planner import resolve, resolve_method
 from tests.helpers import refused
@@ -60,7 +59,7 @@ def test_a_rule_matches_names_by_case_and_types_by_their_bases():
 def test_the_keys_of_modelopt_are_translated():
     given = {"pattern": "2:4 sparsity", "data_loader": [1], "collect_func": len, "max_iter_data_loader": 3}
     config = make({**given, "hessian_damp": 0.1, "col_block_size": 64, "verbose": False, "device": "cpu"})
-    assert (config.pattern, config.max_batches, config.progress) == (NM(2, 4), 3, False)
+    assert (config.pattern, config.max_batches, config.progress) == (mts.NM(2, 4), 3, False)
     assert config.options == {"damping": 0.1, "block_size": 64}
     assert set(RENAMED) == {"max_iter_data_loader", "hessian_damp", "col_block_size", "verbose"}
 
@@ -88,7 +87,7 @@ def test_a_mode_list_brings_its_class_rules_along(config):
     method, config = resolve(mode, config, {})
     assert method is METHODS["magnitude"]
     assert config.rules == parse_rules(mode[0][1])
-    assert config.pattern == NM(1, 4)
+    assert config.pattern == mts.NM(1, 4)
 
 
 BAD_LISTS = [

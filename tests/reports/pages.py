@@ -8,10 +8,8 @@ import os
 import random
 import re
 from pathlib import Path
-from typing import Any
 
 import modelopt_sparse as mts
-from modelopt_sparse.reports.report import Report
 from modelopt_sparse.reports.values import BlockReport, Distilled, LayerReport, Shrunk, Skipped, StepReport
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -36,11 +34,11 @@ def visible(page: Path) -> str:
     return page.read_text(encoding="utf-8")
 
 
-def figures(page: Path) -> dict[str, dict[str, Any]]:
+def figures(page: Path) -> dict[str, dict]:
     return {figure["key"]: figure for figure in json.loads(unpacked(page, "data"))["figures"]}
 
 
-def tables(page: Path) -> dict[str, dict[str, list[Any]]]:
+def tables(page: Path) -> dict[str, dict[str, list]]:
     """Key of a table -> head -> column."""
     shown = json.loads(unpacked(page, "data"))["tables"]
     return {table["key"]: dict(zip(table["heads"], table["columns"], strict=True)) for table in shown}
@@ -60,22 +58,22 @@ def as_text(page: Path) -> str:
     return "\n".join(filter(None, lines))
 
 
-def layer(name: str, errors: tuple[float, ...] = (), **changes: Any) -> LayerReport:
+def layer(name: str, errors: tuple[float, ...] = (), **changes) -> LayerReport:
     """A row of a report, with an error for each of the steps sparsegpt and polish that it names."""
     steps = [StepReport(step, error, 0.5) for step, error in zip(("sparsegpt", "polish"), errors)]
-    values: dict[str, Any] = {"name": name, "parameter": f"{name}.weight", "type": "Linear", "shape": [4, 8]}
+    values = {"name": name, "parameter": f"{name}.weight", "type": "Linear", "shape": [4, 8]}
     values |= {"recipe": "+".join(step.step for step in steps) or "magnitude", "pattern": "2:4", "options": {}}
     values |= {"zeros": 16, "size": 32, "error": errors[-1] if errors else None, "error_from": "gram", "tokens": 64}
     values |= {"seconds": 0.5 * len(steps), "notes": [], "steps": steps}
     return LayerReport(**{**values, **changes})
 
 
-def large_report(rows: int = 20_000) -> Report:
+def large_report(rows: int = 20_000) -> mts.Report:
     """A report with a row for each of many experts, whose names are in no order that sorting would not change."""
     chance = random.Random(0)
     names = [f"model.layers.{i // 300}.mlp.experts.{i % 300 // 3}.{'abc'[i % 3]}_proj" for i in range(rows)]
     chance.shuffle(names)
-    return Report(layers=[layer(name, (chance.random(), chance.random())) for name in names])
+    return mts.Report(layers=[layer(name, (chance.random(), chance.random())) for name in names])
 
 
 RESULTS = {  # as lm-evaluation-harness 0.4 writes them: a group, a task of it, a filter, a group without scores
@@ -86,16 +84,16 @@ RESULTS = {  # as lm-evaluation-harness 0.4 writes them: a group, a task of it, 
 }
 
 
-def shrunk_report() -> Report:
+def shrunk_report() -> mts.Report:
     """Of a model with fewer experts, by figures that can be checked by eye."""
     names = [f"h.{i}.moe.down" for i in (0, 1)]
     kept, errors = {"experts": {names[0]: [0, 2], names[1]: [1, 2]}}, {names[0]: [0.25], names[1]: [0.5]}
     scores = {names[0]: [4.0, 1.0, 2.0], names[1]: [0.0, 5.0, 5.0]}
     measured = {"kl": {"as is": 0.5, "reconstructed": 0.125}, "costs": {"parameters": [1000.0, 750.0]}}
-    return Report(shrunk=Shrunk({"num_experts": [3, 2]}, "reap", kept, scores, errors=errors, **measured))
+    return mts.Report(shrunk=Shrunk({"num_experts": [3, 2]}, "reap", kept, scores, errors=errors, **measured))
 
 
-def full_report() -> Report:
+def full_report() -> mts.Report:
     """Every part of a report, by figures that can be checked by eye."""
     rows = [
         layer("h.0.fc", (0.2, 0.1), notes=["damping was raised"]),
@@ -106,7 +104,7 @@ def full_report() -> Report:
         layer("h.1.moe.experts", shape=[2, 4, 8], expert_tokens=[5, 6], error_from="weights"),
     ]
     blocks = [BlockReport("h.0", 0.3, 0.2, 1, 4.0), BlockReport("h.1", 0.5, 0.1, 2, 6.0, ["it was not stable"])]
-    report = Report(rows, blocks, (Skipped("head", "Linear", (8, 16), "an output head"),), notes=["a note"])
+    report = mts.Report(rows, blocks, (Skipped("head", "Linear", (8, 16), "an output head"),), notes=["a note"])
     report.settings = {"seed": 0, "update": True}
     plans = {"the choice by losses": [0.5, 0.25], "one level": [0.75, 0.125], "the last dense": [1.0, None]}
     curve = {"unit": "zeros", "points": [[40, 0.25, 0.5, 0.1], [50, 0.5, None, None]]}

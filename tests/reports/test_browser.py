@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import modelopt_sparse as mts
-from modelopt_sparse.reports.report import Report
 from tests.reports.pages import figures, large_report, layer
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
@@ -88,7 +87,7 @@ TICKS = [
 def test_the_fewer_decades_a_logarithmic_scale_has_the_more_ticks(browser, tmp_path, least, ticks):
     """Each is written in full: plotly's own, between powers of ten, are single digits."""
     rows = [layer("a.0.fc", (least,)), layer("a.1.fc", (0.5,))]
-    browser.open(Report(layers=rows).to_html(tmp_path / "a.html"))
+    browser.open(mts.Report(layers=rows).to_html(tmp_path / "a.html"))
     shown = browser.run("return [...document.querySelectorAll('#figure-errors .ytick text')].map((t) => t.textContent)")
     written = [float(text.replace("\N{MINUS SIGN}", "-")) for text in shown]
     assert [tick for tick in written if tick >= 0.01] == ticks

@@ -2,11 +2,10 @@
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
 from itertools import zip_longest
-from typing import Any
 
 import pytest
 import torch
@@ -214,7 +213,7 @@ def reported() -> mts.Report:
     return report
 
 
-def planned(model: PreTrainedModel, method: str, **options: Any) -> mts.Plan:
+def planned(model: PreTrainedModel, method: str, **options) -> mts.Plan:
     """Without notes, which tell how much memory this machine has."""
     return replace(mts.make_plan(model, method, **options), notes=())
 
@@ -225,7 +224,7 @@ def verified() -> Verification:
     return Verification(tuple(Verified(f"h.{i}.up", "2:4", 8, 16, problem) for i, problem in enumerate(problems)))
 
 
-PRINTED: dict[str, tuple[Callable[[], Any], int]] = {  # what is printed, and how many layers it has
+PRINTED = {  # what is printed, and how many layers it has
     "plan": (lambda: planned(llama_8b(), "sparsegpt"), 224),
     "plan-with-rules": (lambda: planned(llama_8b(), "alps", rules=RULES), 217),
     "plan-of-a-mixture": (lambda: planned(mixtral(), "alps", rules=RULES), 186),
