@@ -18,6 +18,7 @@ from tests import helpers
 from tests.accuracy.tuned import BATCHES, relative, seen_by, tuned_model
 from tests.helpers import Snapshot, assert_same_state, in_steps, refused, state_of, tiny_llama, token_batches
 from tests.models.stacked import Block, Stacked, vectors
+from tests.models.tiny import TwoOutputs
 
 FISHER = {"epochs": 2, "metric": "fisher"}
 
@@ -81,20 +82,9 @@ def test_the_model_is_left_as_it_was_and_reruns_have_the_same_bits():
     assert_same_state(sparsified(), state_of(sparsified()))
 
 
-class Twice(nn.Sequential):
-    """Puts out two tensors."""
-
-    def __init__(self):
-        super().__init__(nn.Linear(8, 8), nn.Linear(8, 8))
-
-    def forward(self, x):
-        return super().forward(x), x
-
-
 def test_what_is_refused():
-    x = [torch.randn(4, 8) for _ in range(3)]
-    with pytest.raises(ValueError, match=r"metric='fisher': the output is a tuple with no logits but 0 \[4, 8\], 1 "):
-        sparsified(Twice(), data_loader=x, include="*")
+    match = r"metric='fisher': the output is a BaseModelOutput.* with no logits but 'last_hidden_state' .*, 'pooled'"
+    refused(sparsified, TwoOutputs(tiny_llama().config), match=match)
     refused(sparsified, tiny_llama(), reconstruct={"metric": "fish"}, parts=["metric='fish': allowed are 'plain'"])
     refused(mts.SparsifyConfig, forward_loop=print, reconstruct=FISHER, match="forward_loop does so in its own way")
     assert Reconstruct().metric == "plain"
@@ -114,11 +104,8 @@ def test_auto_says_where_errors_are_plain():
     looped = mts.sparsify(tiny_llama(), "wanda", forward_loop=loop, reconstruct=auto, progress=False)
     assert note + "a forward_loop calls the model in its own way" in mts.report(looped).notes
     assert errors(mts.report(looped)) == errors(mts.report(sparsified(reconstruct=plain)))
-    x = [torch.randn(4, 8, generator=torch.Generator().manual_seed(0)) for _ in range(3)]
-    torch.manual_seed(0)
-    model = Twice()
-    sparsified(model, data_loader=x, include="*", reconstruct=auto)
-    assert any(each.startswith(note + "the output is a tuple with no logits but") for each in mts.report(model).notes)
+    model = sparsified(TwoOutputs(tiny_llama().config), reconstruct=auto)
+    assert any(each.startswith(f"{note}the output is a BaseModelOutput") for each in mts.report(model).notes)
 
 
 def test_the_backward_pass_holds_one_block(monkeypatch):

@@ -11,7 +11,7 @@ from torch import nn
 
 import modelopt_sparse as mts
 from modelopt_sparse.accuracy import tuning
-from modelopt_sparse.accuracy.tuning import BELOW, TrainableMask
+from modelopt_sparse.accuracy.tuning import BELOW, TrainableMask, masks_move
 from modelopt_sparse.model.find import find_layers
 from modelopt_sparse.model.masking import SparseModule
 from modelopt_sparse.solving import solve
@@ -59,6 +59,10 @@ def test_the_start_by_loops(pattern):
     start = each.initial_values(values, mask)
     torch.testing.assert_close(start, wanted)
     assert torch.equal(each.mask(start), mask), "the solution's mask is the one that the start leads to"
+
+
+def test_masks_stay_in_the_last_part_of_the_steps():
+    assert [masks_move(step, 10) for step in range(10)] == 5 * [True] + 5 * [False]
 
 
 # a run --------------------------------------------------------------------------------------------------------------

@@ -2,12 +2,13 @@
 
 import copy
 import math
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
-from transformers import BertConfig, BertForSequenceClassification, LlamaModel
+from transformers import LlamaModel
 from transformers.modeling_outputs import BaseModelOutput
 
 import modelopt_sparse as mts
@@ -15,6 +16,7 @@ from modelopt_sparse.accuracy.fisher import gradients_of
 from modelopt_sparse.model.output import Output, OutputError
 from modelopt_sparse.run import calibrating
 from tests.helpers import calibrated_run, in_steps, judging_outputs, refused, tiny_llama, token_batches
+from tests.models.expert_models import build
 
 pytestmark = pytest.mark.core
 WIDTH = 32  # of hidden states, and tokens of a window: a pooled output has the shape of a token mask
@@ -208,15 +210,13 @@ def test_the_judge(case):
     assert f"held-out batches: {evaluation}" in mts.report(model).text().replace("\n  ", " ")
 
 
-SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-SIZES |= {"vocab_size": 97, "num_labels": 3}
+classifier = partial(build, "BertForSequenceClassification", "BertConfig", vocab_size=97, num_labels=3)
 
 
 @pytest.mark.parametrize("problem", ["multi_label_classification", "regression"])
 def test_logits_that_are_no_classes(problem):
     """KL divergence of their softmax would say nothing of them."""
-    config = BertConfig(**SIZES, problem_type=problem, initializer_range=0.3)
-    dense = BertForSequenceClassification(config).eval()
+    dense = classifier(problem_type=problem)()
     model, batches = mts.sparsify(copy.deepcopy(dense), "magnitude"), batches_of()
     evaluation = mts.evaluate(model, batches, reference=dense, progress=False)
     with torch.no_grad():
@@ -231,7 +231,7 @@ def test_logits_that_are_no_classes(problem):
 
 def test_calls_with_labels_leave_the_config_as_it_was():
     """transformers' loss writes there what kind of problem the labels are."""
-    model = BertForSequenceClassification(BertConfig(**SIZES)).eval()
+    model = classifier()()
     before, labels = model.config.to_dict(), torch.eye(3)[[0, 1]]
     batches = [{"input_ids": ids, "labels": labels} for ids in token_batches(2)]
     mts.sparsify(model, "wanda", data_loader=batches, progress=False)

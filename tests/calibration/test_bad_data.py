@@ -7,11 +7,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import ViTConfig, ViTForImageClassification
 
 import modelopt_sparse as mts
 from tests.helpers import refused, tiny_llama, token_batches
 from tests.models.architectures import ARCHITECTURES, texts
+from tests.models.expert_models import build
 from tests.models.stacked import Stacked, Unused, vectors
 
 
@@ -20,11 +20,6 @@ class Asks(Unused):
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.to(self.spare.weight.dtype))
-
-
-def small_vit() -> ViTForImageClassification:
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    return ViTForImageClassification(ViTConfig(**sizes, image_size=16))
 
 
 def behind(batch: object) -> dict[str, object]:
@@ -54,6 +49,7 @@ class Vectorized(Stacked):
         return torch.vmap(super().forward)(x)
 
 
+vit = build("ViTForImageClassification", "ViTConfig", image_size=16)
 NO_BATCH = "data_loader gives no batch, as a generator .* used up"
 NOT_TAKEN = (
     r"LlamaForCausalLM cannot take calibration batch 1, .*{}.*Give batches that model\(\*\*batch\) takes, or a c"
@@ -72,7 +68,7 @@ REFUSED = {
     "floats": (tiny_llama, behind({"input_ids": torch.zeros(2, 8)}), NOT_TAKEN.format("\\[2, 8\\]")),
     "unknown tokens": (tiny_llama, behind({"input_ids": torch.full((2, 9), 999)}), NOT_TAKEN.format("\\[2, 9\\]")),
     "wrong name": (tiny_llama, behind({"tokens": torch.zeros(2, 7).long()}), NOT_TAKEN.format("\\[2, 7\\]")),
-    "image size": (small_vit, {"data_loader": [torch.zeros(1, 3, 8, 8)]}, "ViT.* cannot take calibration batch 0"),
+    "image size": (vit, {"data_loader": [torch.zeros(1, 3, 8, 8)]}, "ViT.* cannot take calibration batch 0"),
     "numpy": (tiny_llama, behind({"input_ids": token_batches()[0].numpy()}), NUMPY),
     "unused layer": (lambda: Stacked(block=Unused), {"data_loader": vectors()}, UNSEEN),
     "only the dtype": (lambda: Stacked(block=Asks), {"data_loader": vectors()}, UNSEEN),

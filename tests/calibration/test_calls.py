@@ -303,27 +303,6 @@ def test_no_more_is_held_than_what_is_needed(build, most, monkeypatch):
     assert not any(ref() is not None for ref in copies)
 
 
-class Returns(Stacked):
-    """Goes back to its first block if the last one did not put out what it used to."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        key, x = float(x[0, 0]), self.stem(x)
-        for block in self.blocks:
-            x = block(x)
-        usual = USUAL.setdefault(key, float(x.mean()))
-        return self.head(self.blocks[0](x) if abs(float(x.mean()) - usual) > 1e-6 else x)
-
-
-USUAL: dict[float, float] = {}
-
-
-def test_a_call_that_comes_back_to_a_finished_block_is_an_error_that_names_the_batch():
-    """Only the sparse model goes back. No statistic is left out in silence."""
-    USUAL.clear()
-    with pytest.raises(ValueError, match=r"batch 0 comes back to block 'blocks\.0', which is sparse by"):
-        mts.sparsify(Returns(), "wanda", data_loader=[x[:5] for x in vectors()], **OPTIONS)
-
-
 # what is found out before anything is changed ------------------------------------------------------------------------
 
 
@@ -443,6 +422,7 @@ def test_what_one_calls_values_decide_holds_for_no_other(says: str, sequential: 
 
 @pytest.mark.parametrize("sequential", ["block", "none"])
 def test_a_call_whose_values_change_shapes_that_decide_is_an_error_that_names_it(sequential: str):
+    """Only the sparse model comes back to a finished block. No statistic is left out in silence."""
     model, batches = deciding("rows")
     with pytest.raises(ValueError, match=r"calibration batch 1 comes back to block 'blocks.1', which is sparse by now"):
         mts.sparsify(model, "wanda", data_loader=batches, sequential=sequential, **OPTIONS)

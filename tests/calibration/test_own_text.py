@@ -17,6 +17,7 @@ from modelopt_sparse.distributed import Processes
 from tests import helpers
 from tests.accuracy.tuned import relative, seen_by
 from tests.helpers import TESTBED, assert_same_state, in_steps, refused, state_of, tiny_llama, token_batches
+from tests.models.expert_models import build as built
 from tests.models.tiny import masked_bert, tiny_t5
 
 pytestmark = pytest.mark.core
@@ -77,25 +78,19 @@ def windows_of(model, count, seed):
     return torch.stack(written)
 
 
-def mamba() -> nn.Module:
-    """It has no cache of keys and values: all of the text is run for each token."""
-    torch.manual_seed(0)
-    config = hf.MambaConfig(vocab_size=97, hidden_size=16, num_hidden_layers=1, state_size=4)
-    return hf.MambaForCausalLM(config)
-
-
-def xlm() -> nn.Module:
-    """It takes a cache, and puts out none."""
-    torch.manual_seed(0)
-    return hf.XLMWithLMHeadModel(hf.XLMConfig(vocab_size=97, emb_dim=16, n_layers=1, n_heads=2))
+# it has no cache of keys and values: all of the text is run for each token
+mamba = built("MambaForCausalLM", "MambaConfig", vocab_size=97, num_hidden_layers=1, state_size=4)
+# it takes a cache, and puts out none
+xlm = built("XLMWithLMHeadModel", "XLMConfig", vocab_size=97, emb_dim=16, n_layers=1, n_heads=2)
+bert = built("BertModel", "BertConfig", vocab_size=97, num_hidden_layers=1)
 
 
 @pytest.mark.parametrize("batch", [own_text.OWN_BATCH, 2])
-@pytest.mark.parametrize("build", [tiny_llama, mamba, xlm])
+@pytest.mark.parametrize("build", [tiny_llama, mamba, xlm], ids=["llama", "mamba", "xlm"])
 def test_windows_are_what_the_model_says_token_by_token(build, batch, monkeypatch):
     """Each depends on its number and the seed alone."""
     monkeypatch.setattr(own_text, "OWN_BATCH", batch)
-    model = build().eval()
+    model = build()
     windows = windows_of(model, 5, seed=3).tolist()
     assert windows == [written_slowly(model, ROWS, i, LENGTH, 3) for i in range(5)]
     assert len({*map(tuple, windows)}) == 5
@@ -203,10 +198,6 @@ UNJOINED = {
 @pytest.mark.parametrize("case", UNJOINED)
 def test_nothing_is_joined_of_other_data(case):
     assert joined([Call(args, {}) for args in UNJOINED[case]], 0, 3, 0) == []
-
-
-def bert() -> nn.Module:
-    return hf.BertModel(hf.BertConfig(vocab_size=97, hidden_size=16, num_hidden_layers=1, num_attention_heads=2))
 
 
 def bart() -> nn.Module:

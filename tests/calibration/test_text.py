@@ -12,6 +12,7 @@ from modelopt_sparse.calibration.data import load_calls
 from modelopt_sparse.model.hf import default_seq_len
 from tests.calibration.collecting import assert_same, collected
 from tests.helpers import TESTBED, refused, tiny_llama
+from tests.models.expert_models import build
 
 pytestmark = pytest.mark.core
 
@@ -151,11 +152,8 @@ def test_of_two_text_models_the_decoder_says_how_many_tokens_are_taken():
 @pytest.mark.parametrize(("kind", "taken"), [("Bert", 40), ("Roberta", 38), ("Esm", 35), ("MPNet", 38), ("OPT", 40)])
 def test_windows_end_with_the_positions_of_a_model(tokenizer, text, kind, taken):
     """Where padding has a position, others begin behind it; a window of the default length runs, and none is longer."""
-    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64}
-    config = getattr(hf, f"{kind}Config")(
-        **sizes, vocab_size=len(tokenizer), max_position_embeddings=40, pad_token_id=4 if kind == "Esm" else 1
-    )
-    model = getattr(hf, f"{kind}Model")(config)
+    sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": 40, "pad_token_id": 4 if kind == "Esm" else 1}
+    model = build(f"{kind}Model", f"{kind}Config", num_hidden_layers=1, **sizes)()
     assert default_seq_len(model) == taken
     mts.sparsify(model, "wanda", data=[text], tokenizer=tokenizer, num_samples=2)
     refused(mts.make_plan, model, "magnitude", seq_len=taken + 1, parts=[f"at most {taken} tokens"])

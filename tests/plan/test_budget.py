@@ -148,7 +148,6 @@ def test_the_choice_against_all_choices(seed):
     best = min(total(losses, choice) for choice in every if total(costs, choice) <= ceiling)
     assert total(costs, found) <= ceiling
     assert total(losses, found) <= best * 1.000001
-    assert_no_exchange_helps(found, losses, costs, ceiling)
 
 
 @pytest.mark.parametrize(("layers", "choices"), [(42, 14), (224, 9)])

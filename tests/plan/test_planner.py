@@ -14,8 +14,8 @@ from transformers.pytorch_utils import Conv1D
 
 import modelopt_sparse as mts
 from tests.helpers import Snapshot, assert_same_masks, refused, tiny_llama, token_batches
-from tests.models import expert_models
 from tests.models.architectures import ARCHITECTURES
+from tests.models.expert_models import MODELS, build
 
 pytestmark = pytest.mark.core
 
@@ -135,11 +135,6 @@ def with_codes(dtype: torch.dtype = torch.int8) -> nn.Module:
     return model
 
 
-def mamba() -> nn.Module:
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "vocab_size": 20, "state_size": 4, "time_step_rank": 4}
-    return hf.MambaForCausalLM(hf.MambaConfig(**sizes, tie_word_embeddings=False))
-
-
 def with_complex() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 8, dtype=torch.complex64), nn.Linear(8, 8))
 
@@ -167,6 +162,7 @@ MIXTRAL = LLAMA | {f"model.layers.{i}.mlp.gate": "MoE router" for i in range(2)}
 BIASES = [f"{side}.block.0.layer.0.SelfAttention.relative_attention_bias" for side in ("encoder", "decoder")]
 T5 = dict.fromkeys(BIASES, "embedding")
 T5["shared"] = "tied: also held by encoder.embed_tokens, decoder.embed_tokens, lm_head"
+OF_MAMBA = {"num_hidden_layers": 1, "state_size": 4, "time_step_rank": 4, "tie_word_embeddings": False}
 MAMBA = {
     "backbone.embeddings": "embedding",
     "backbone.layers.0.mixer.A_log": "no adapter for MambaMixer.A_log",
@@ -213,9 +209,9 @@ PLANS = {
     "ModelOpt's default rules": (two, modelopts(DEFAULT_RULES), {}),
     "ModelOpt's default rules, a tied head": (tiny_llama, modelopts(DEFAULT_RULES), TIED),
     "adapters": (adapted, {}, ADAPTERS),
-    "fused experts and their routers": (expert_models.MODELS["mixtral"], {}, MIXTRAL),
+    "fused experts and their routers": (MODELS["mixtral"], {}, MIXTRAL),
     "encoder and decoder": (ARCHITECTURES["t5"].build, {}, T5),
-    "weights that a parent reads": (mamba, {"method": "wanda"}, MAMBA),
+    "weights that a parent reads": (build("MambaForCausalLM", "MambaConfig", **OF_MAMBA), {"method": "wanda"}, MAMBA),
     "codes": (with_codes, {"exclude": "1"}, {"1": "excluded by '1'"}),
     "complex": (with_complex, {}, {"0": "complex weights: methods prune real ones"}),
 }
@@ -261,23 +257,19 @@ def test_of_several_rules_the_first_match_wins():
 
 
 def test_a_rule_gives_a_layer_its_own_method_and_options():
-    rules = {"*.q_proj": {"method": "wanda", "pattern": "50%"}, "*.k_proj": {"method": "ria", "alpha": 1.0}}
+    """A scope that is left open is the method's own."""
+    rules = {"*.q_proj": {"method": "wanda", "pattern": "50%"}}
+    rules |= {"*.k_proj": {"method": "ria", "alpha": 1.0, "pattern": "40% per matrix"}}
     rules |= {"*.v_proj": {"damping": 0.2}, "*.o_proj": {"method": "sparsegpt"}}
     plan = mts.make_plan(untied(), "sparsegpt", damping=0.05, rules=rules)
     found = {item.name.rpartition(".")[2]: (item.method.name, item.pattern, item.options) for item in plan.layers}
     assert found["q_proj"] == ("wanda", mts.Unstructured(0.5, "row"), {})
-    assert found["k_proj"] == ("ria", mts.NM(2, 4), {"alpha": 1.0})
+    assert found["k_proj"] == ("ria", mts.Unstructured(0.4, "matrix"), {"alpha": 1.0})
     assert found["v_proj"] == ("sparsegpt", mts.NM(2, 4), {"damping": 0.2, "block_size": 128})
     assert found["o_proj"] == found["up_proj"] == ("sparsegpt", mts.NM(2, 4), {"damping": 0.05, "block_size": 128})
 
 
 # errors ---------------------------------------------------------------------------------------------------------------
-
-
-def ibert() -> nn.Module:
-    """Its own Linear layers have no adapter, and its lm_head holds a plain one."""
-    sizes = {"vocab_size": 20, "hidden_size": 16, "intermediate_size": 16}
-    return hf.IBertForMaskedLM(hf.IBertConfig(**sizes, num_hidden_layers=1, num_attention_heads=2))
 
 
 class Needing(mts.Method):
@@ -303,7 +295,8 @@ REFUSED = [
     (untied, "xyz", {}, "method 'xyz' is not known; allowed are magnitude, wanda, ria"),
     (untied, 2, {}, r"method is a int: give a name \(magnitude, .*\) or a Method object"),
     (untied, Needing(), {}, "method 'own': needs='everything'; allowed are nothing, square_sums, gram"),
-    (ibert, "magnitude", {}, "nothing to prune in this IBertForMaskedLM: .*output head"),
+    # its own Linear layers have no adapter, and its lm_head holds a plain one
+    (build("IBertForMaskedLM", "IBertConfig"), "magnitude", {}, "nothing to prune in this IBert.*: .*output head"),
     (untied, "magnitude", {"include": ["*", "*.q_prj"]}, NO_MATCH),
     (untied, "magnitude", {"exclude": "*.q_prj"}, NO_MATCH),
     (untied, "magnitude", {"rules": {"*.q_prj": None}}, NO_MATCH),
