@@ -237,33 +237,26 @@ def pairs():
     return [{"input_ids": ids, "labels": ids.flip(-1)} for ids in token_batches(4)]
 
 
-def images():
-    random = torch.Generator().manual_seed(0)
-    return [{"pixel_values": torch.randn(4, 3, 16, 16, generator=random)} for _ in range(4)]
-
-
-def texts():
-    return [{"input_ids": ids} for ids in token_batches(4)]
-
-
+TEXTS = [{"input_ids": ids} for ids in token_batches(4)]
+IMAGES = [{"pixel_values": x} for x in torch.randn(16, 3, 16, 16, generator=torch.Generator().manual_seed(0)).split(4)]
 MODELS = {
-    "logits that are capped": (built("Gemma2ForCausalLM", "Gemma2Config", **CAPPED), texts),
-    "encoder and decoder": (encoder_decoder, pairs),
-    "a classifier of images": (built("ViTForImageClassification", "ViTConfig", **VISION), images),
-    "experts": (tiny_mixtral, texts),
+    "logits that are capped": (built("Gemma2ForCausalLM", "Gemma2Config", **CAPPED), TEXTS),
+    "encoder and decoder": (encoder_decoder, pairs()),
+    "a classifier of images": (built("ViTForImageClassification", "ViTConfig", **VISION), IMAGES),
+    "experts": (tiny_mixtral, TEXTS),
 }
 CLOSER = {
     **MODELS,
-    "bfloat16": (lambda: tiny_llama().bfloat16(), lambda: texts() * 2),
-    "float16": (lambda: tiny_llama().half(), lambda: texts() * 2),
-    "magnitude, which needs no data": (tiny_llama, texts),
+    "bfloat16": (lambda: tiny_llama().bfloat16(), TEXTS * 2),
+    "float16": (lambda: tiny_llama().half(), TEXTS * 2),
+    "magnitude, which needs no data": (tiny_llama, TEXTS),
 }
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_teacher_predicts_what_the_dense_model_did(name):
-    build, data = MODELS[name]
-    model, dense, batches = build(), build(), data()
+    build, batches = MODELS[name]
+    model, dense = build(), build()
     run, calibration = helpers.calibrated_run(model, "wanda", data_loader=batches, distill=True)
     with calibrating(model):
         teacher = Teacher.of(calibration)
@@ -294,9 +287,9 @@ def test_what_makes_the_dense_models_predictions_as_well_stays(kind):
 
 @pytest.mark.parametrize("name", CLOSER)
 def test_models_come_closer(name):
-    build, data = CLOSER[name]
+    build, batches = CLOSER[name]
     method, (dtype,) = "magnitude" if "magnitude" in name else "wanda", {p.dtype for p in build().parameters()}
-    model = sparsified(build(), method, data_loader=data() * 3)
+    model = sparsified(build(), method, data_loader=batches * 3)
     report = mts.report(model).distillation
     assert report.kl_after < report.kl_before
     assert not math.isnan(report.seconds)

@@ -25,9 +25,8 @@ every_calibrated_method = pytest.mark.parametrize("method", CALIBRATED)
 def llama_with_dead_units() -> nn.Module:
     """Units 8 to 15 of each MLP give 0 for every token, so that down_proj has 8 dead channels of 64."""
     model = tiny_llama()
-    with torch.no_grad():
-        for layer in model.model.layers:
-            layer.mlp.up_proj.weight[list(DEAD)] = 0
+    for layer in model.model.layers:
+        layer.mlp.up_proj.weight.data[list(DEAD)] = 0
     return model
 
 
@@ -191,9 +190,8 @@ def test_inputs_too_small_for_the_sums_count_as_zeros(method):
 def mixtral_with_a_silent_expert() -> nn.Module:
     """Expert 2 makes nothing of its tokens, so that its down_proj sees zeros."""
     model = MODELS["mixtral"]()
-    with torch.no_grad():
-        for layer in model.model.layers:
-            layer.mlp.experts.gate_up_proj[2] = 0
+    for layer in model.model.layers:
+        layer.mlp.experts.gate_up_proj.data[2] = 0
     return model
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import BartForConditionalGeneration, BertConfig, BertForMaskedLM
 
 import modelopt_sparse as mts
-from tests.helpers import tiny_llama
+from tests.helpers import refused, tiny_llama
 
 pytestmark = pytest.mark.core
 
@@ -91,8 +91,7 @@ def test_modes_are_restored_and_dropout_is_off():
     assert all(parameter.grad is None for model in models for parameter in model.parameters())
     assert [[module.training for module in model.modules()] for model in models] == before
     models[1].forward = None
-    with pytest.raises(ValueError, match="TypeError: 'NoneType' object is not callable"):
-        evaluated(models[0], text(), models[1])
+    refused(evaluated, models[0], text(), models[1], match="TypeError: 'NoneType' object is not callable")
     assert [[module.training for module in model.modules()] for model in models] == before
 
 
@@ -112,8 +111,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("arguments", "message"), REFUSED)
 def test_arguments_that_cannot_be_evaluated(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        evaluated(tiny_llama(), **{"tokens": text(), **arguments})
+    refused(evaluated, tiny_llama(), **{"tokens": text(), **arguments}, match=message)
 
 
 @pytest.mark.parametrize("who", ["model", "reference"])
@@ -180,8 +178,7 @@ NO_TOKENS = [
 @pytest.mark.parametrize(("tokens", "error", "message"), NO_TOKENS)
 def test_what_is_no_language_model_or_no_tokens(tokens, error, message):
     model = hf.BertForSequenceClassification(BertConfig(vocab_size=50, **BERT))
-    with pytest.raises(error, match=message):
-        mts.evaluate(model, tokens, seq_len=8, progress=False)
+    refused(mts.evaluate, model, tokens, seq_len=8, progress=False, match=message, error=error)
 
 
 @pytest.mark.parametrize("kind", [BertForMaskedLM, BartForConditionalGeneration])
@@ -191,8 +188,7 @@ def test_models_that_see_what_comes_next_have_no_perplexity(kind):
     sides = {f"{side}_{name}": 2 for side in ("encoder", "decoder") for name in parts}
     sizes = BERT if kind is BertForMaskedLM else {"d_model": 16, **sides}
     model, dense = (kind(kind.config_class(vocab_size=97, **sizes)).eval() for _ in range(2))
-    with pytest.raises(ValueError, match="text of causal models aside"):
-        evaluated(model, text())
+    refused(evaluated, model, text(), match="text of causal models aside")
     with torch.no_grad():
         p, q = (x(text().view(5, 9)).logits.double().log_softmax(-1) for x in (dense, model))
     measured = evaluated(model, text(), dense)

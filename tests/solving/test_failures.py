@@ -25,8 +25,7 @@ from tests.plan.test_planner import ALL as NAMES
 def test_weights_that_are_not_finite_are_named(method, value):
     """A layer that is left out may hold them."""
     model = tiny_llama()
-    with torch.no_grad():
-        model.model.layers[1].mlp.up_proj.weight[5, 7] = value
+    model.model.layers[1].mlp.up_proj.weight.data[5, 7] = value
     data = {} if method == "magnitude" else {"data_loader": token_batches()}
     parts = ["layer 'model.layers.1.mlp.up_proj'", "NaN or inf", "repair", "exclude"]
     refused(mts.sparsify, model, method, parts=parts, **data)
@@ -424,8 +423,7 @@ def test_weights_whose_squares_may_overflow_or_all_underflow_are_refused(largest
     """They had infinite scores, or ties decided on their masks, and errors that were reported as 0. All of them may be
     zero."""
     model = nn.Sequential(nn.Linear(32, 48))
-    with torch.no_grad():
-        model[0].weight.mul_(-largest / model[0].weight.abs().max())
+    model[0].weight.data *= -largest / model[0].weight.abs().max()
     data = {"data_loader": [torch.randn(256, 32)], "progress": False}
     if words:
         refused(mts.sparsify, model, "wanda", match=f"layer '0': its weight holds {words}", **data)
