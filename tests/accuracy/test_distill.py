@@ -276,8 +276,7 @@ def test_what_makes_the_dense_models_predictions_as_well_stays(kind):
     bias = model.cls.predictions.bias if kind == "Bert" else model.lm_head.bias
     bias.data.normal_()
     dense, before, batches = copy.deepcopy(model), bias.clone(), token_batches(16)
-    options = {"distill": {"epochs": 3, "learning_rate": 0.5}, "progress": False}
-    mts.sparsify(model, "wanda", data_loader=batches, **options)
+    mts.sparsify(model, "wanda", data_loader=batches, distill={"epochs": 3, "learning_rate": 0.5}, progress=False)
     assert torch.equal(bias, before)
     assert any(not torch.equal(a, b) for a, b in zip(model.parameters(), dense.parameters()) if a.dim() == 1)
     judges = torch.cat(helpers.judging_outputs(in_steps(batches)))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import modelopt_sparse as mts
-from tests.models.architectures import ragged
+from tests.models.architectures import texts
 from tests.oracles.brute_force import Recording, Steps, assert_stats, matrices_of, stepwise
 
 LAYERS = ["model.layers.0", "model.layers.1"]
@@ -61,8 +61,4 @@ def assert_calibrated(
 
 
 def padded(side: str = "right") -> list[dict[str, Tensor]]:
-    batches = []
-    for seed, (rows, length) in enumerate(((3, 12), (2, 9))):
-        ids, mask = ragged(rows, length, side, seed)
-        batches.append({"input_ids": ids, "attention_mask": mask})
-    return batches
+    return texts(side, ((3, 12), (2, 9)))

@@ -95,8 +95,7 @@ def test_data_that_wakes_dead_channels_up_finds_them_as_magnitude_would_leave_th
 def test_a_budget_takes_such_layers(kind):
     model, data = (llama_with_dead_units(), token_batches()) if kind == "dead channels" else (silent(), vectors())
     options = {"budget": "50% zeros", "choices": "dense,40%,60%", "data_loader": data}
-    layers = mts.report(mts.sparsify(model, "wanda", **options, progress=False)).layers
-    for layer in layers:
+    for layer in mts.report(mts.sparsify(model, "wanda", **options, progress=False)).layers:
         if not layer.name.endswith("up_proj"):  # whose units were zero before
             assert layer.zeros == zeros_in(model.get_submodule(layer.name).weight)
     if kind == "nothing but zeros":

@@ -52,15 +52,11 @@ def test_masks_by_position_in_a_loop_and_of_any_dtype_count_as_well(by):
 
 def test_cross_attention_takes_the_mask_of_the_encoder_even_when_both_are_equally_long():
     """Keys and values are of encoder tokens, all else in the decoder of its own."""
-    model = ARCHITECTURES["t5"].build()
-    blocks = ARCHITECTURES["t5"].block_names(model)
-    ids, mask = ragged(2, 9, "right", 0)
-    decoder_mask = mask.flip(0).clone()
-    decoder_mask[0, -1] = 0
-    batch = {"input_ids": ids, "attention_mask": mask, "decoder_input_ids": ids, "decoder_attention_mask": decoder_mask}
-    for name, stats in collected(model, blocks, data_loader=[batch]).items():
+    model, (_, batch, _) = ARCHITECTURES["t5"].build(), ARCHITECTURES["t5"].batches("right")
+    batch["decoder_attention_mask"][-1, -1] = 0  # as many tokens as the encoder has, but for this one
+    for name, stats in collected(model, ARCHITECTURES["t5"].block_names(model), data_loader=[batch]).items():
         of_encoder = name.startswith("encoder") or name.endswith(("EncDecAttention.k", "EncDecAttention.v"))
-        assert stats.tokens == (mask if of_encoder else decoder_mask).sum(), name
+        assert stats.tokens == batch["attention_mask" if of_encoder else "decoder_attention_mask"].sum(), name
 
 
 def test_labels_say_which_decoder_tokens_are_padding():

@@ -176,8 +176,7 @@ def test_a_batch_is_left_to_judge_by(tokenizer, text):
     assert calls_of(model, tokenizer, text, num_samples=2, **tuned) == [1, 1]
     assert calls_of(model, tokenizer, text * 20, num_samples=128, **tuned) == [4] * 32
     assert calls_of(model, tokenizer, text, num_samples=8, batch_size=8, **tuned) == [1] * 8
-    options = {"data": [text], "tokenizer": tokenizer, "seq_len": 16, "num_samples": 8, "progress": False}
-    mts.sparsify(model, quality="balanced", **options)
+    mts.sparsify(model, quality="balanced", data=[text], tokenizer=tokenizer, seq_len=16, num_samples=8)
     assert len(mts.report(model).blocks) == 2
 
 

@@ -93,8 +93,7 @@ def test_methods_may_be_mixed_within_a_block(sequential):
     """A magnitude rule takes its layer out of the statistics' hands, and leaves those of the others alone."""
     dense, model, method = tiny_llama(), tiny_llama(), Recording()
     rules = {"*.v_proj": {"method": "magnitude"}, "model.layers.1.mlp.*": None}
-    options = {"data_loader": token_batches(), "sequential": sequential, "progress": False}
-    mts.sparsify(model, method, rules=rules, **options)
+    mts.sparsify(model, method, rules=rules, data_loader=token_batches(), sequential=sequential, progress=False)
     found = method.by_layer(matrices_of(dense, LAYERS))
     recipes = {layer.name: layer.recipe for layer in mts.report(model).layers}
     by_magnitude = [name for name, recipe in recipes.items() if recipe == "magnitude"]

@@ -239,8 +239,7 @@ def test_what_the_host_has_counts_limits(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("metric", "held", "streamed"), [("plain", 0, 0), ("auto", 1, 0), ("fisher", 1, 1)])
 def test_auto_holds_fisher_metrics_of_a_model_in_memory_alone(metric, held, streamed):
-    options = {"data": ["a"], "tokenizer": print, "reconstruct": {"metric": metric}}
-    plan = mts.make_plan(tiny_llama(), "wanda", **options)
+    plan = mts.make_plan(tiny_llama(), "wanda", data=["a"], tokenizer=print, reconstruct={"metric": metric})
     assert ("fisher_metrics" in plan.memory) == held
     assert [("fisher_metrics" in parts) for parts in plan.streamed.values()] == [streamed]
 

@@ -357,8 +357,7 @@ def test_levels_and_choices_of_rules_stay(budget, choices):
     """In the choice by losses and in the plain plan, whichever is taken."""
     table, data = table_of(tiny_llama(), "sparsegpt", rules=FIXED, budget=budget, choices=choices, **DATA)
     budget = data.run.config.budget
-    best = table.best(budget)
-    for plan in (best, *table.plain(budget).values()):
+    for plan in (table.best(budget), *table.plain(budget).values()):
         filled = table.filled(plan, budget)
         assert table.cost(budget.unit, filled) <= table.ceiling(budget)
         for name, choice in filled.items():
