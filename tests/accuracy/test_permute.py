@@ -234,15 +234,14 @@ def test_with_reconstruction_and_any_sequence():
         assert recipes == {"magnitude+reconstruct", "permute+magnitude+reconstruct"}
 
 
-class Scaled(nn.Module):
+class Scaled(Block):
     """A block with a factor for each hidden channel, which is not reordered with them."""
 
     ends = (0.5, 2)
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
-        self.factor = nn.Parameter(torch.linspace(*self.ends, 16))
+        self.factor = nn.Parameter(torch.linspace(*self.ends, 32))
 
     def forward(self, x):
         return x + self.down(self.up(x).relu() * self.factor)
@@ -254,7 +253,7 @@ class HardlyScaled(Scaled):
     ends = (0.99, 1.01)
 
 
-class Unreached(Scaled):
+class Unreached(Block):
     """A block whose output does not depend on its layers."""
 
     def forward(self, x):
@@ -330,17 +329,16 @@ def masked() -> nn.Module:
     return mts.sparsify(tiny_llama(), "magnitude", include=["*up_proj", "*o_proj"])
 
 
-ROWS = [torch.randn(32, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
 TWO = {"include": ["*up", "*down"]}
 STAY = {  # model, data, options
-    "scaled": (lambda: nn.Sequential(Scaled(), Scaled()), ROWS, {}),
-    "hardly scaled": (lambda: nn.Sequential(HardlyScaled(), HardlyScaled()), ROWS, {}),
+    "scaled": (lambda: Stacked(block=Scaled), vectors(), {}),
+    "hardly scaled": (lambda: Stacked(block=HardlyScaled), vectors(), {}),
     "written to what later blocks read": (lambda: Sharing(block=Shares), vectors(), {}),
     "put out beside the first tensor": (lambda: Sharing(block=SharesBeside), vectors(), {}),
     "put out as imaginary parts": (lambda: Sharing(block=SharesImaginary), vectors(), {}),
     "taken by another layer in a later call": (lambda: Stacked(block=TakenBeside), vectors(), TWO),
     "taken by another layer in no call": (lambda: Stacked(block=TakenByNone), vectors(), TWO),
-    "not reached": (lambda: nn.Sequential(Unreached(), Unreached()), ROWS, {}),
+    "not reached": (lambda: Stacked(block=Unreached), vectors(), {}),
     "makers that are left out of the plan": (tiny_llama, token_batches(), {"exclude": ["*gate_proj", "*v_proj"]}),
     "layers that carry masks": (masked, token_batches(), {}),
 }

@@ -98,8 +98,7 @@ def test_one_layer_alone_outside_of_the_blocks():
     """An untied lm_head that is named in full is calibrated on what the dense blocks give it."""
     dense, model = tiny_llama(tie_word_embeddings=False), tiny_llama(tie_word_embeddings=False)
     found = collected(model, ["lm_head"], data_loader=padded(), include="lm_head")
-    real = lambda batch, name: batch["attention_mask"].bool()  # noqa: E731
-    assert_stats(found, brute_force(dense, padded(), ["lm_head"], real))
+    assert_stats(found, brute_force(dense, padded(), ["lm_head"], lambda batch, name: batch["attention_mask"].bool()))
     assert [name for name, _ in mts.named_masks(model)] == ["lm_head.weight"]
 
 
