@@ -265,28 +265,29 @@ class Shares(Block):
 
     def forward(self, x, shared):
         shared["hidden"] = hidden = self.up(x).relu() + shared.get("hidden", 0)
-        return x + self.down(hidden), shared
+        return x + self.down(hidden)
 
 
 class SharesBeside(Block):
-    def forward(self, x, hidden):
-        hidden = self.up(x).relu() + (hidden if isinstance(hidden, Tensor) else 0)
-        return x + self.down(hidden), hidden
+    def forward(self, x, shared):
+        hidden = self.up(x).relu() + shared.get("hidden", 0)
+        return x + self.down(hidden), {"hidden": hidden}
 
 
 class SharesImaginary(Block):
     """What later blocks may read is the imaginary part."""
 
-    def forward(self, x, hidden):
+    def forward(self, x, shared):
         hidden = self.up(x).relu()
-        return x + self.down(hidden), torch.complex(torch.ones_like(hidden), hidden)
+        return x + self.down(hidden), {"hidden": torch.complex(torch.ones_like(hidden), hidden)}
 
 
 class Sharing(Stacked):
     def forward(self, x):
-        x, beside = self.stem(x), {}
+        x, shared = self.stem(x), {}
         for block in self.blocks:
-            x, beside = block(x, beside)
+            output = block(x, shared)
+            x, shared = output if isinstance(output, tuple) else (output, shared)
         return self.head(x)
 
 

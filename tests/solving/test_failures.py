@@ -14,9 +14,6 @@ from tests.helpers import assert_bits, assert_same_state, refused, run_python, s
 from tests.models.stacked import Iterating, vectors
 from tests.plan.test_planner import ALL as NAMES
 
-# wrong arguments ----------------------------------------------------------------------------------------------------
-
-
 # models that cannot be made sparse ----------------------------------------------------------------------------------
 
 
@@ -43,8 +40,7 @@ def test_a_model_without_values_is_refused():
 
 def test_what_cannot_carry_a_mask_is_refused_before_any_work():
     model = tiny_llama()
-    last = model.model.layers[1].mlp.down_proj
-    last.weight_mask = "of another library"
+    model.model.layers[1].mlp.down_proj.weight_mask = "of another library"
     refused(mts.sparsify, model, "magnitude", parts=["1.mlp.down_proj.weight'", "has an attribute 'weight_mask'"])
     mts.sparsify(model, "magnitude", enforce=False)
 
@@ -55,8 +51,7 @@ def test_a_sharded_weight_is_refused_by_name(tmp_path):
     try:
         mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
         model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-        weight = torch.distributed.tensor.distribute_tensor(model[1].weight.detach(), mesh)
-        model[1].weight = nn.Parameter(weight)
+        model[1].weight = nn.Parameter(torch.distributed.tensor.distribute_tensor(model[1].weight.detach(), mesh))
         with pytest.raises(ValueError, match=r"layer '1' is sharded over processes .* sparsify the model first"):
             mts.sparsify(model, "magnitude")
         assert type(model[0]) is nn.Linear
