@@ -259,12 +259,12 @@ def test_of_several_rules_the_first_match_wins():
 def test_a_rule_gives_a_layer_its_own_method_and_options():
     """A scope that is left open is the method's own."""
     rules = {"*.q_proj": {"method": "wanda", "pattern": "50%"}}
-    rules |= {"*.k_proj": {"method": "ria", "alpha": 1.0, "pattern": "40% per matrix"}}
+    rules |= {"*.k_proj": {"method": "ria", "alpha": 1.0, "pattern": "40% per row"}}
     rules |= {"*.v_proj": {"damping": 0.2}, "*.o_proj": {"method": "sparsegpt"}}
     plan = mts.make_plan(untied(), "sparsegpt", damping=0.05, rules=rules)
     found = {item.name.rpartition(".")[2]: (item.method.name, item.pattern, item.options) for item in plan.layers}
     assert found["q_proj"] == ("wanda", mts.Unstructured(0.5, "row"), {})
-    assert found["k_proj"] == ("ria", mts.Unstructured(0.4, "matrix"), {"alpha": 1.0})
+    assert found["k_proj"] == ("ria", mts.Unstructured(0.4, "row"), {"alpha": 1.0})
     assert found["v_proj"] == ("sparsegpt", mts.NM(2, 4), {"damping": 0.2, "block_size": 128})
     assert found["o_proj"] == found["up_proj"] == ("sparsegpt", mts.NM(2, 4), {"damping": 0.05, "block_size": 128})
 
