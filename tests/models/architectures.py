@@ -5,12 +5,14 @@ input's rows go by is written down by hand.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import transformers as hf
 from torch import Tensor, nn
+
+from tests.oracles.brute_force import all_rows
 
 WIDTH, WIDER, HEADS, VOCAB = 16, 32, 4, 53
 SIZES = ((2, 11), (3, 7), (1, 5))  # (rows, length) of the batches
@@ -18,14 +20,20 @@ SIZES = ((2, 11), (3, 7), (1, 5))  # (rows, length) of the batches
 Batch = dict[str, Tensor]
 
 
-def _all_real(batch: Batch, name: str) -> Tensor | None:
-    del batch, name
-    return None
-
-
 def _attention_mask(batch: Batch, name: str) -> Tensor | None:
     del name
     return batch["attention_mask"].bool()
+
+
+def with_drawn_weights(model: nn.Module, std: float | None = None) -> nn.Module:
+    """The model in evaluation mode, with weights of a size that lets every layer matter."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() >= 2:
+                parameter.normal_(0, std or parameter[0].numel() ** -0.5)
+            else:
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return model.eval()
 
 
 @dataclass(frozen=True)
@@ -37,21 +45,13 @@ class Architecture:
     make: Callable[[], nn.Module]
     blocks: tuple[str, ...]
     batches: Callable[[str], list[Batch]]
-    real: Callable[[Batch, str], Tensor | None] = _all_real
+    real: Callable[[Batch, str], Tensor | None] = all_rows
     dense: Mapping[str, str] = field(default_factory=dict)
     repeats: bool = False
 
     def build(self) -> nn.Module:
-        """The model in evaluation mode, with weights of a size that lets every layer matter."""
         torch.manual_seed(0)
-        model = self.make()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.dim() >= 2:
-                    parameter.normal_(0, parameter[0].numel() ** -0.5)
-                else:
-                    parameter.add_(torch.randn_like(parameter), alpha=0.1)
-        return model.eval()
+        return with_drawn_weights(self.make())
 
     def block_names(self, model: nn.Module) -> list[str]:
         return [name for name, module in model.named_modules() if type(module).__name__ in self.blocks]
@@ -87,8 +87,12 @@ def pairs(side: str) -> list[Batch]:
     return batches
 
 
+def drawn(seed: int, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
 def random_images(rows: int, seed: int) -> Tensor:
-    return torch.randn(rows, 3, 16, 16, generator=torch.Generator().manual_seed(seed))
+    return drawn(seed, rows, 3, 16, 16)
 
 
 def speech(side: str) -> list[Batch]:
@@ -96,8 +100,7 @@ def speech(side: str) -> list[Batch]:
     batches = []
     for seed, (rows, length) in enumerate(SIZES):
         ids, mask = ragged(rows, length, side, seed)
-        generator = torch.Generator().manual_seed(seed)
-        features = torch.randn(rows, 8, 22, generator=generator)  # 11 positions: as many as the first batch has tokens
+        features = drawn(seed, rows, 8, 22)  # 11 positions: as many as the first batch has tokens
         batches.append({"input_features": features, "decoder_input_ids": ids, "decoder_attention_mask": mask})
     return batches
 
@@ -138,9 +141,7 @@ def sequences(side: str) -> list[Batch]:
     batches = []
     for seed, (rows, length) in enumerate(SIZES):
         _, mask = ragged(rows, length, side, seed)
-        generator = torch.Generator().manual_seed(seed)
-        x = torch.randn(rows, length, WIDTH, generator=generator)
-        batches.append({"src": x, "src_key_padding_mask": mask == 0})
+        batches.append({"src": drawn(seed, rows, length, WIDTH), "src_key_padding_mask": mask == 0})
     return batches
 
 
@@ -214,28 +215,13 @@ BODY = {"hidden_size": WIDTH, "intermediate_size": WIDER, "num_hidden_layers": 2
 ENCODER = {"vocab_size": VOCAB, **BODY, "max_position_embeddings": 32, "pad_token_id": 1}
 DECODER = {**ENCODER, "num_key_value_heads": 2, "bos_token_id": 2, "eos_token_id": 2}
 VISION = {**BODY, "image_size": 16, "patch_size": 8}
-
-
-def _gemma3() -> nn.Module:
-    config = hf.Gemma3TextConfig(
-        **{**DECODER, "head_dim": 4, "query_pre_attn_scalar": 4, "sliding_window": 4},
-        layer_types=["sliding_attention", "full_attention"],
-    )
-    return hf.Gemma3ForCausalLM(config)
-
-
-def _gpt2() -> nn.Module:
-    sizes = {"n_positions": 32, "n_embd": WIDTH, "n_layer": 2, "n_head": HEADS}
-    return hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=VOCAB, eos_token_id=2, **sizes))
-
-
-def _opt() -> nn.Module:
-    sizes = {key: ENCODER[key] for key in ENCODER if key not in ("intermediate_size", "pad_token_id")}
-    return hf.OPTForCausalLM(hf.OPTConfig(**sizes, ffn_dim=WIDER, word_embed_proj_dim=WIDTH))
-
-
-def _gpt_neox() -> nn.Module:
-    return hf.GPTNeoXForCausalLM(hf.GPTNeoXConfig(**ENCODER, bos_token_id=2, eos_token_id=2))
+GEMMA3 = {"head_dim": 4, "query_pre_attn_scalar": 4, "sliding_window": 4}
+GEMMA3 |= {"layer_types": ["sliding_attention", "full_attention"]}
+GPT2 = {"vocab_size": VOCAB, "n_positions": 32, "n_embd": WIDTH, "n_layer": 2, "n_head": HEADS, "eos_token_id": 2}
+OPT = {key: ENCODER[key] for key in ENCODER if key not in ("intermediate_size", "pad_token_id")}
+OPT |= {"ffn_dim": WIDER, "word_embed_proj_dim": WIDTH}
+BLOOM = {"vocab_size": VOCAB, "hidden_size": WIDTH, "n_layer": 2, "n_head": HEADS}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 
 
 def _t5() -> nn.Module:
@@ -274,49 +260,36 @@ def _resnet(layer_type: str) -> nn.Module:
     return hf.ResNetForImageClassification(hf.ResNetConfig(**sizes, layer_type=layer_type))
 
 
-def _decoder(model_class: str, config_class: str, block: str, **more: Any) -> Architecture:
-    def make() -> nn.Module:
-        return getattr(hf, model_class)(getattr(hf, config_class)(**DECODER, **more))
+def _texts(
+    name: str, head: str = "ForCausalLM", block: str = "DecoderLayer", sizes: Mapping[str, Any] = DECODER, **more: Any
+) -> Architecture:
+    """A model of texts of transformers, whose classes begin with this name."""
 
-    return Architecture(make, (block,), texts, _attention_mask)
+    def make() -> nn.Module:
+        config = getattr(hf, f"{name}TextConfig" if name == "Gemma3" else f"{name}Config")
+        return getattr(hf, name + head)(config(**sizes, **more))
+
+    return Architecture(make, (name + block,), texts, _attention_mask)
 
 
 ARCHITECTURES: dict[str, Architecture] = {
-    "llama": _decoder("LlamaForCausalLM", "LlamaConfig", "LlamaDecoderLayer", tie_word_embeddings=True),
-    "mistral": _decoder("MistralForCausalLM", "MistralConfig", "MistralDecoderLayer", sliding_window=4),
-    "qwen3": _decoder("Qwen3ForCausalLM", "Qwen3Config", "Qwen3DecoderLayer", head_dim=8),
-    "phi3": _decoder("Phi3ForCausalLM", "Phi3Config", "Phi3DecoderLayer"),
-    "gemma3": Architecture(_gemma3, ("Gemma3DecoderLayer",), texts, _attention_mask),
-    "gpt2": Architecture(_gpt2, ("GPT2Block",), texts, _attention_mask),
-    "opt": Architecture(_opt, ("OPTDecoderLayer",), texts, _attention_mask),
-    "bloom": Architecture(
-        lambda: hf.BloomForCausalLM(hf.BloomConfig(vocab_size=VOCAB, hidden_size=WIDTH, n_layer=2, n_head=HEADS)),
-        ("BloomBlock",),
-        texts,
-        _attention_mask,
-    ),
-    "gpt_neox": Architecture(_gpt_neox, ("GPTNeoXLayer",), texts, _attention_mask),
-    "mixtral": Architecture(
-        lambda: hf.MixtralForCausalLM(hf.MixtralConfig(**DECODER, num_local_experts=4, num_experts_per_tok=2)),
-        ("MixtralDecoderLayer",),
-        texts,
-        _attention_mask,
-        dense={"gate.weight": "router"},
-    ),
+    "llama": _texts("Llama", tie_word_embeddings=True),
+    "mistral": _texts("Mistral", sliding_window=4),
+    "qwen3": _texts("Qwen3", head_dim=8),
+    "phi3": _texts("Phi3"),
+    "gemma3": _texts("Gemma3", **GEMMA3),
+    "gpt2": _texts("GPT2", "LMHeadModel", "Block", GPT2),
+    "opt": _texts("OPT", sizes=OPT),
+    "bloom": _texts("Bloom", block="Block", sizes=BLOOM),
+    "gpt_neox": _texts("GPTNeoX", block="Layer", sizes=ENCODER, bos_token_id=2, eos_token_id=2),
+    "mixtral": replace(_texts("Mixtral", **EXPERTS), dense={"gate.weight": "router"}),
     "t5": Architecture(
         _t5, ("T5Block",), pairs, _t5_rows, dense={"relative_attention_bias.weight": "an embedding of positions"}
     ),
     "whisper": Architecture(_whisper, ("WhisperEncoderLayer", "WhisperDecoderLayer"), speech, _whisper_rows),
-    "bert": Architecture(
-        lambda: hf.BertForSequenceClassification(hf.BertConfig(**ENCODER)), ("BertLayer",), texts, _attention_mask
-    ),
-    "albert": Architecture(
-        lambda: hf.AlbertForMaskedLM(hf.AlbertConfig(**ENCODER, embedding_size=8)),
-        ("AlbertLayer",),
-        texts,
-        _attention_mask,
-        repeats=True,  # both blocks are one module
-    ),
+    "bert": _texts("Bert", "ForSequenceClassification", "Layer", ENCODER),
+    # both blocks are one module
+    "albert": replace(_texts("Albert", "ForMaskedLM", "Layer", ENCODER, embedding_size=8), repeats=True),
     "vit": Architecture(lambda: hf.ViTForImageClassification(hf.ViTConfig(**VISION)), ("ViTLayer",), images),
     "swin": Architecture(_swin, ("SwinStage",), images, dense={"relative_position_bias_table": "no matrix of a layer"}),
     "clip": Architecture(_clip, ("CLIPEncoderLayer",), images_and_texts, _text_rows),

@@ -8,6 +8,8 @@ import torch
 import transformers as hf
 from torch import nn
 
+from tests.models.architectures import with_drawn_weights
+
 VOCAB, WIDTH, INNER, EXPERTS, CHOSEN = 53, 32, 24, 4, 2
 COMMON: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": WIDTH, "intermediate_size": INNER, "num_hidden_layers": 2}
 COMMON |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32}
@@ -15,20 +17,14 @@ COMMON |= {"pad_token_id": 1, "bos_token_id": 2, "eos_token_id": 2}
 
 
 def build(model_class: str, config_class: str, **more: Any) -> Callable[[], nn.Module]:
-    """A function that makes the model, in evaluation mode, with weights of a size that lets every layer matter."""
+    """A function that makes the model."""
 
     def make() -> nn.Module:
         if not hasattr(hf, model_class):
             pytest.skip(f"transformers {hf.__version__} has no {model_class}")
         torch.manual_seed(0)
         model = getattr(hf, model_class)(getattr(hf, config_class)(**{**COMMON, **more}))
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.dim() >= 2:
-                    parameter.normal_(0, WIDTH**-0.5)
-                else:
-                    parameter.add_(torch.randn_like(parameter), alpha=0.1)
-        return model.eval()
+        return with_drawn_weights(model, WIDTH**-0.5)
 
     return make
 

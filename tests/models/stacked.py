@@ -116,14 +116,6 @@ class AddedToSome(Stacked):
         return self.head(x)
 
 
-class BranchesOfCopies(Stacked):
-    """Blocks side by side: each takes a tensor that is made for it when its turn comes, as the neck of DPT has it."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.stack([self.stem(x), x, x * 2], 1)
-        return self.head(torch.stack([block(x[:, i].clone()) for i, block in enumerate(self.blocks)]).sum(0))
-
-
 class WrittenBetween(Stacked):
     """Adds something to what a block gave, in place, and not to the last row."""
 
@@ -237,32 +229,36 @@ class Sized(Stacked):
 class Branches(Stacked):
     """Blocks side by side: each takes a slice of one tensor, as the mask decoder of SAM has it."""
 
+    def call(self, block: nn.Module, x: Tensor, place: int) -> Tensor:
+        return block(x[:, place])
+
     def forward(self, x: Tensor) -> Tensor:
         x = torch.stack([self.stem(x), x, x * 2], 1)
-        return self.head(torch.stack([block(x[:, i]) for i, block in enumerate(self.blocks)]).sum(0))
+        return self.head(torch.stack([self.call(block, x, place) for place, block in enumerate(self.blocks)]).sum(0))
 
 
-class WrittenBranches(Stacked):
+class BranchesOfCopies(Branches):
+    """Each takes a tensor that is made for it when its turn comes, as the neck of DPT has it."""
+
+    def call(self, block: nn.Module, x: Tensor, place: int) -> Tensor:
+        return block(x[:, place].clone())
+
+
+class WrittenBranches(Branches):
     """The slice of the second branch is written to by what the first one gave."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.stack([self.stem(x), x, x * 2], 1)
-        outputs = []
-        for i, block in enumerate(self.blocks):
-            outputs.append(block(x[:, i]))
-            x[:, min(i + 1, 2)] += outputs[-1]
-        return self.head(torch.stack(outputs).sum(0))
+    def call(self, block: nn.Module, x: Tensor, place: int) -> Tensor:
+        output = block(x[:, place])
+        x[:, min(place + 1, 2)] += output
+        return output
 
 
-class CountingBranches(Counting):
+class CountingBranches(Branches, Counting):
     """Side by side: each branch reads a state that the model writes before it."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        x, outputs = torch.stack([self.stem(x), x, x * 2], 1), []
-        for depth, block in enumerate(self.blocks):
-            self.state["depth"] = (depth + 1) % 3  # the last branch reads what is left standing
-            outputs.append(block(x[:, depth]))
-        return self.head(torch.stack(outputs).sum(0))
+    def call(self, block: nn.Module, x: Tensor, place: int) -> Tensor:
+        self.state["depth"] = (place + 1) % 3  # the last branch reads what is left standing
+        return block(x[:, place])
 
 
 class Normed(Stacked):

@@ -17,25 +17,28 @@ class TwoOutputs(hf.LlamaModel):
         return output
 
 
-def tiny_gpt2(**changes: Any) -> hf.GPT2LMHeadModel:
+def _tiny(kind: Any, config: Any, **settings: Any) -> Any:
     torch.manual_seed(0)
-    settings = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
-    return hf.GPT2LMHeadModel(hf.GPT2Config(**{**settings, "initializer_range": 0.2, **changes})).eval()
+    return kind(config(vocab_size=VOCAB, **settings)).eval()
+
+
+def tiny_gpt2(**changes: Any) -> hf.GPT2LMHeadModel:
+    settings = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "initializer_range": 0.2}
+    return _tiny(hf.GPT2LMHeadModel, hf.GPT2Config, **{**settings, **changes})
+
+
+WIDE: dict[str, Any] = {"hidden_size": 32, "initializer_range": 0.2, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
 def tiny_mixtral(**changes: Any) -> hf.MixtralForCausalLM:
     """Its experts are one fused parameter in memory and split by expert on disk."""
-    torch.manual_seed(0)
-    settings = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    settings |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4, "initializer_range": 0.2}
-    return hf.MixtralForCausalLM(hf.MixtralConfig(**{**settings, **changes})).eval()
+    settings = {**WIDE, "intermediate_size": 48, "num_hidden_layers": 2, "num_local_experts": 4}
+    return _tiny(hf.MixtralForCausalLM, hf.MixtralConfig, **{**settings, **changes})
 
 
 def tiny_qwen() -> hf.Qwen3ForCausalLM:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "initializer_range": 0.2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": False}
-    return hf.Qwen3ForCausalLM(hf.Qwen3Config(vocab_size=VOCAB, **sizes, **heads)).eval()
+    settings = {**WIDE, "intermediate_size": 64, "num_hidden_layers": 3, "head_dim": 8, "tie_word_embeddings": False}
+    return _tiny(hf.Qwen3ForCausalLM, hf.Qwen3Config, **settings)
 
 
 def tiny_yolos() -> hf.YolosForObjectDetection:
@@ -51,12 +54,10 @@ def tiny_yolos() -> hf.YolosForObjectDetection:
 
 
 def masked_bert() -> hf.BertForMaskedLM:
-    torch.manual_seed(0)
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
-    return hf.BertForMaskedLM(hf.BertConfig(vocab_size=97, **sizes)).eval()
+    return _tiny(hf.BertForMaskedLM, hf.BertConfig, **sizes)
 
 
 def tiny_t5() -> hf.T5ForConditionalGeneration:
-    torch.manual_seed(0)
     sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4}
-    return hf.T5ForConditionalGeneration(hf.T5Config(vocab_size=VOCAB, initializer_factor=1.0, **sizes)).eval()
+    return _tiny(hf.T5ForConditionalGeneration, hf.T5Config, **sizes)
