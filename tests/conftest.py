@@ -4,7 +4,7 @@ import gc
 import os
 import runpy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -93,3 +93,11 @@ def run_script(monkeypatch, capsys) -> Callable[..., Done]:
         return Done(code, caught.out, caught.err) if isinstance(code, int) else Done(1, caught.out, f"{code}\n")
 
     return call
+
+
+@pytest.fixture
+def group_of_one() -> Iterator[None]:
+    """A process group of this process alone."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()

@@ -9,19 +9,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from modelopt_sparse.methods import METHODS
 from modelopt_sparse.methods import sparsegpt as eliminate
-from modelopt_sparse.methods.base import Solution, Stats
+from modelopt_sparse.methods.base import Solution
 from modelopt_sparse.methods.patterns import NM, Pattern, Unstructured, parse_pattern
 from modelopt_sparse.methods.sparsegpt import kernel_takes
 from tests.helpers import correlated_inputs, run_python
-from tests.oracles.layer_problem import one_at_a_time
+from tests.oracles.layer_problem import of_gram, one_at_a_time, sparsegpt
 
 pytest.importorskip("triton", reason="Triton is not installed: it comes with the extra 'test' on Linux")
 from modelopt_sparse.methods import sweep_triton as eliminate_triton
 
 INTERPRETED = not torch.cuda.is_available()
-SPARSEGPT = METHODS["sparsegpt"]
 PATTERNS = ["2:4", "4:8", "1:4", "1:3", "5:16", "1:1", "50% per row", "29%"]
 
 
@@ -180,9 +178,7 @@ def test_ties_go_as_in_the_pattern_itself(pattern, device):
 
 
 def solve(weight: Tensor, gram: Tensor, pattern: Pattern, device: str, **options) -> Solution:
-    options, gram = {**SPARSEGPT.options, **options}, gram.to(device)
-    state = SPARSEGPT.prepare(Stats(1, gram.diagonal(dim1=-2, dim2=-1).clone(), gram), options)
-    return SPARSEGPT.solve(weight.to(device), state, pattern.with_scope("matrix"), options)
+    return sparsegpt(weight.to(device), of_gram(gram.to(device)), pattern, **options)
 
 
 def assert_as_one_at_a_time(

@@ -8,22 +8,12 @@ import torch
 from torch import Tensor
 
 from modelopt_sparse.methods import METHODS
-from modelopt_sparse.methods.base import Solution, Stats
 from modelopt_sparse.methods.patterns import NM, Pattern, Unstructured, parse_pattern
-from tests.helpers import correlated_inputs
+from tests.helpers import correlated_inputs, refused
 from tests.oracles import reference
-from tests.oracles.layer_problem import one_at_a_time, stats_of
+from tests.oracles.layer_problem import of_gram, one_at_a_time, solved, sparsegpt, stats_of
 
 SPARSEGPT = METHODS["sparsegpt"]
-
-
-def of_gram(gram: Tensor) -> Stats:
-    return Stats(1, gram.diagonal(dim1=-2, dim2=-1).clone(), gram)
-
-
-def solve(weight: Tensor, stats: Stats, pattern: Pattern, **options) -> Solution:
-    options = {**SPARSEGPT.options, **options}
-    return SPARSEGPT.solve(weight, SPARSEGPT.prepare(stats, options), pattern.with_scope("matrix"), options)
 
 
 def problem(rows: int, columns: int, seed: int = 0, tokens: int | None = None) -> tuple[Tensor, Tensor]:
@@ -62,10 +52,10 @@ def test_solutions_agree_with_one_weight_at_a_time_whatever_the_block_size(patte
     (weight, inputs), spelled = problem(5, 48), parse_pattern(pattern)
     pruned, mask = expected(spelled, 0 if isinstance(spelled, NM) else block_size, damping)
     options = {"block_size": block_size, "damping": damping}
-    found = solve(weight, stats_of(inputs), spelled, **options)
+    found = sparsegpt(weight, stats_of(inputs), spelled, **options)
     assert torch.equal(found.mask, mask)
     torch.testing.assert_close(found.weight, pruned, rtol=1e-8, atol=1e-10)
-    in_float32 = solve(weight.float(), stats_of(inputs.float()), spelled, **options)
+    in_float32 = sparsegpt(weight.float(), stats_of(inputs.float()), spelled, **options)
     assert torch.equal(in_float32.mask, mask)
     torch.testing.assert_close(in_float32.weight, pruned.float(), rtol=1e-3, atol=1e-4)
 
@@ -83,22 +73,9 @@ def test_dead_channels_wide_blocks_and_a_short_last_one_do(columns, block_size, 
     weight, inputs = problem(4, columns)
     inputs[:, dead] = 0
     pruned, mask = one_at_a_time(weight, inputs.mT @ inputs, parse_pattern(pattern), block_size)
-    found = solve(weight, stats_of(inputs), parse_pattern(pattern), block_size=block_size)
+    found = sparsegpt(weight, stats_of(inputs), parse_pattern(pattern), block_size=block_size)
     assert torch.equal(found.mask, mask)
     torch.testing.assert_close(found.weight, pruned, rtol=1e-7, atol=1e-9)
-
-
-@pytest.mark.parametrize("pattern", ["2:4", "50% per row"])
-def test_each_expert_is_damped_by_its_own_diagonal(pattern):
-    """Experts whose inputs differ a thousandfold in size, together and one by one."""
-    weight, inputs = problem(4, 32)
-    weights = torch.stack([weight, weight.flip(0), -weight.flip(1)])
-    grams = torch.stack([scale * inputs.mT @ inputs for scale in (1.0, 1e-3, 1e3)])
-    together = solve(weights, of_gram(grams), parse_pattern(pattern), damping=0.3)
-    for expert in range(3):
-        alone = solve(weights[expert], of_gram(grams[expert]), parse_pattern(pattern), damping=0.3)
-        assert torch.equal(together.mask[expert], alone.mask)
-        torch.testing.assert_close(together.weight[expert], alone.weight)
 
 
 def test_without_a_scope_the_matrix_is_the_scope():
@@ -109,8 +86,8 @@ def test_without_a_scope_the_matrix_is_the_scope():
 
 def test_a_twin_channel_takes_over_the_weight_of_its_pruned_copy():
     """Two equal inputs: 3 x + 1 x is 4 x, whichever of them is kept."""
-    x = torch.randn(50, 1, dtype=torch.float64)
-    found = solve(torch.tensor([[1.0, 3.0]], dtype=torch.float64), stats_of(x.expand(50, 2)), NM(1, 2), damping=1e-9)
+    weight, x = torch.tensor([[1.0, 3.0]], dtype=torch.float64), torch.randn(50, 1, dtype=torch.float64)
+    found = sparsegpt(weight, stats_of(x.expand(50, 2)), NM(1, 2), damping=1e-9)
     torch.testing.assert_close(found.weight, torch.tensor([[0.0, 4.0]], dtype=torch.float64), rtol=1e-6, atol=0)
     assert found.error < 1e-12
 
@@ -125,9 +102,7 @@ def test_the_output_error_is_below_that_of_wanda_and_magnitude(pattern, seed):
     stats = stats_of(inputs.float())
     error = {}
     for name in ("magnitude", "wanda", "sparsegpt"):
-        method = METHODS[name]
-        spelled = parse_pattern(pattern).with_scope(method.scope)
-        solution = method.solve(weight.float(), method.prepare(stats, method.options), spelled, method.options)
+        solution = solved(name, weight.float(), stats, pattern)
         error[name] = reference.output_error(weight, solution.weight, inputs)
         assert solution.error == pytest.approx(error[name], rel=1e-3)
     assert error["sparsegpt"] < 0.8 * error["wanda"] < 0.8 * error["magnitude"]
@@ -139,7 +114,7 @@ def test_the_output_error_is_below_that_of_wanda_and_magnitude(pattern, seed):
 def test_the_scale_of_the_inputs_does_not_matter():
     weight, inputs = problem(6, 32)
     scales = (1, 2.0**-20, 2.0**20)
-    plain, *scaled = (solve(weight.float(), stats_of(scale * inputs.float()), NM(2, 4)) for scale in scales)
+    plain, *scaled = (sparsegpt(weight.float(), stats_of(scale * inputs.float()), NM(2, 4)) for scale in scales)
     for each in scaled:
         assert all(map(torch.equal, (each.mask, each.weight), (plain.mask, plain.weight)))
 
@@ -147,7 +122,7 @@ def test_the_scale_of_the_inputs_does_not_matter():
 def test_a_kept_weight_that_underflows_is_written_as_plus_zero():
     """-1e-9 is -0.0 in float16, which kernels that look at the bits take for a nonzero."""
     weight, inputs = problem(6, 32)
-    found = solve((-1e-8 * weight.abs()).half(), stats_of(inputs.float()), NM(2, 4))
+    found = sparsegpt((-1e-8 * weight.abs()).half(), stats_of(inputs.float()), NM(2, 4))
     assert (found.weight[found.mask] == 0).any()
     assert not torch.signbit(found.weight[found.weight == 0]).any()
 
@@ -157,7 +132,7 @@ def test_a_kept_weight_that_underflows_is_written_as_plus_zero():
 
 def test_fewer_tokens_than_channels_need_no_more_damping():
     weight, inputs = problem(6, 32, tokens=5)
-    found = solve(weight.float(), stats_of(inputs.float()), NM(2, 4))
+    found = sparsegpt(weight.float(), stats_of(inputs.float()), NM(2, 4))
     assert found.notes == ()
     assert torch.isfinite(found.weight).all()
 
@@ -169,10 +144,10 @@ def test_a_gram_matrix_that_is_not_positive_takes_more_damping_and_says_so(lowes
     gram /= gram.diagonal().mean()
     weight = torch.randn(5, 8)
     stats = of_gram(gram.float())
-    found = solve(weight, stats, NM(2, 4), damping=asked)
+    found = sparsegpt(weight, stats, NM(2, 4), damping=asked)
     assert found.notes == (f"factorized with damping {needed:g} in float32, {asked:g} in float32 was not enough",)
-    assert torch.equal(found.weight, solve(weight, stats, NM(2, 4), damping=needed).weight)
-    assert solve(weight, stats, NM(2, 4), damping=needed).notes == ()
+    assert torch.equal(found.weight, sparsegpt(weight, stats, NM(2, 4), damping=needed).weight)
+    assert sparsegpt(weight, stats, NM(2, 4), damping=needed).notes == ()
 
 
 def test_what_float32_cannot_factorize_is_factorized_in_float64():
@@ -182,7 +157,7 @@ def test_what_float32_cannot_factorize_is_factorized_in_float64():
     gram = torch.diag(torch.tensor([0.5 + step, 0.5 + 3 * step, 0.5, 0.5]))
     gram[2, 3] = gram[3, 2] = -1.0
     assert float(gram.diagonal().mean()) == 0.5 + step
-    found = solve(torch.randn(3, 4), of_gram(gram), NM(2, 4), damping=1.0)
+    found = sparsegpt(torch.randn(3, 4), of_gram(gram), NM(2, 4), damping=1.0)
     assert found.notes == ("factorized with damping 1 in float64, 1 in float32 was not enough",)
     assert found.weight.dtype == torch.float32
     assert torch.isfinite(found.weight).all()
@@ -191,5 +166,4 @@ def test_what_float32_cannot_factorize_is_factorized_in_float64():
 @pytest.mark.parametrize("gram", [-torch.eye(8), torch.stack([torch.eye(8), -torch.eye(8)])], ids=["one", "of a stack"])
 def test_a_gram_matrix_that_no_damping_helps_is_an_error_that_says_what_to_do(gram):
     message = re.escape(f"the Gram matrix {[*gram.shape]} cannot be factorized: give more data, or use 'wanda'")
-    with pytest.raises(ValueError, match=message):
-        solve(torch.randn(*gram.shape[:-2], 3, 8), of_gram(gram), NM(2, 4))
+    refused(sparsegpt, torch.randn(*gram.shape[:-2], 3, 8), of_gram(gram), NM(2, 4), match=message)

@@ -1,5 +1,7 @@
 """One layer with correlated inputs, and what is best for it by slow and exact means. All in float64."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -14,8 +16,17 @@ DAMPING = 0.01
 
 def stats_of(inputs: Tensor) -> Stats:
     """Statistics of inputs [..., T, C], in their own precision."""
-    gram = inputs.mT @ inputs
-    return Stats(inputs.shape[-2], gram.diagonal(dim1=-2, dim2=-1).clone(), gram)
+    return of_gram(inputs.mT @ inputs, inputs.shape[-2])
+
+
+def of_gram(gram: Tensor, tokens: int = 1) -> Stats:
+    return Stats(tokens, gram.diagonal(dim1=-2, dim2=-1).clone(), gram)
+
+
+def sparsegpt(weight: Tensor, stats: Stats, pattern: Pattern, **options: Any) -> Solution:
+    """What the method makes of it; in the matrix where the pattern has no scope."""
+    method, options = METHODS["sparsegpt"], {**METHODS["sparsegpt"].options, **options}
+    return method.solve(weight, method.prepare(stats, options), pattern.with_scope("matrix"), options)
 
 
 def problem(seed: int, rows: int = 48, columns: int = 64) -> tuple[Tensor, Stats]:
