@@ -88,15 +88,8 @@ def through_torch_save(module: nn.Module) -> nn.Module:
     return torch.load(file, weights_only=False)
 
 
-COPIES = {
-    "deepcopy": copy.deepcopy,
-    "torch.save": through_torch_save,
-    **{
-        f"pickle{protocol}": lambda module, protocol=protocol: pickle.loads(pickle.dumps(module, protocol))
-        for protocol in (2, 3, 4, 5)
-    },
-}
-
+COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {"deepcopy": copy.deepcopy, "torch.save": through_torch_save}
+COPIES |= {f"pickle{p}": lambda module, p=p: pickle.loads(pickle.dumps(module, p)) for p in (2, 3, 4, 5)}
 
 # torch 2.13's own compiler and torch.func call functions that torch has deprecated
 own_deprecations = pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")

@@ -14,7 +14,8 @@ from transformers import BitConfig, BitForImageClassification
 from transformers.pytorch_utils import Conv1D
 
 import modelopt_sparse as mts
-from tests.helpers import assert_same_state, state_of, tiny_llama, token_batches
+from tests.helpers import assert_same_state, refused, state_of, tiny_llama, token_batches
+from tests.models.tricky import Parts
 
 # classes that do something else with the weight -----------------------------------------------------------------------
 
@@ -150,25 +151,14 @@ SAME = {
 EVERY = [(name, True) for name in OTHERS] + [(name, False) for name in SAME]
 
 
-class Net(nn.Module):
-    """The layer ``own`` beside a plain one, which leaves something to prune."""
-
-    def __init__(self, own: nn.Module, shape: tuple[int, ...]) -> None:
-        super().__init__()
-        self.own = own
-        with torch.no_grad():
-            size = copy.deepcopy(own).eval()(torch.zeros(1, *shape)).numel()
-        self.plain = nn.Linear(size, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.plain(self.own(x).flatten(1))
-
-
-def build(name: str, other: bool) -> tuple[Net, list[Tensor]]:
-    """(a net with this case, calibration data for it)."""
+def build(name: str, other: bool) -> tuple[Parts, list[Tensor]]:
+    """(a net with this case beside a plain layer, which leaves something to prune; calibration data for it)."""
     torch.manual_seed(0)
     own, shape = (OTHERS if other else SAME)[name]
-    return Net(copy.deepcopy(own), shape), [torch.randn(64, *shape) for _ in range(2)]
+    with torch.no_grad():
+        size = copy.deepcopy(own).eval()(torch.zeros(1, *shape)).numel()
+    net = Parts(lambda m, x: m.plain(m.own(x).flatten(1)), own=copy.deepcopy(own), plain=nn.Linear(size, 4))
+    return net, [torch.randn(64, *shape) for _ in range(2)]
 
 
 def skipped(plan_or_report) -> dict[str, str]:
@@ -201,21 +191,15 @@ def test_named_in_full_it_is_an_error(name, other):
     options: list[dict[str, Any]] = [{"include": ["own"]}, {"rules": {"own": {"pattern": "1:2"}}}]
     for how in (*({"method": "magnitude", **option} for option in options), {"masks": masks}):
         if other:
-            with pytest.raises(ValueError, match=f"layer 'own', which you name: {WHY}.*; leave it out"):
-                mts.make_plan(net, pattern=0.5, **how)
+            refused(mts.make_plan, net, pattern=0.5, **how, match=f"layer 'own', which you name: {WHY}.*; leave it out")
         else:
             assert "own" in names(mts.make_plan(net, pattern=0.5, **how))
 
 
-class Strange(nn.Module):
-    """It cannot be run alone: its forward takes a second input, as StyleGAN's modulated convolutions do."""
-
-    def __init__(self, kind: type[nn.Module]) -> None:
-        super().__init__()
-        self.own, self.plain = kind(16, 8), nn.Linear(8, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.plain(self.own(x, x.square().mean(-1, keepdim=True)))
+def strange(kind: type[nn.Module]) -> Parts:
+    """A layer that cannot be run alone: its forward takes a second input, as StyleGAN's modulated convolutions do."""
+    layers = {"own": kind(16, 8), "plain": nn.Linear(8, 4)}
+    return Parts(lambda m, x: m.plain(m.own(x, x.square().mean(-1, keepdim=True))), **layers)
 
 
 Modulated = own(nn.Linear, lambda self, x, style: F.linear(x * style, self.weight, self.bias))
@@ -233,7 +217,7 @@ class OfPositive(nn.Linear):
 @pytest.mark.parametrize("option", [{}, {"budget": "50% zeros", "choices": "40%,50%"}, {"reconstruct": {"epochs": 1}}])
 def test_the_dense_run_finds_what_made_up_inputs_do_not_show(kind, method, option):
     torch.manual_seed(0)
-    net, data = Strange(kind), [torch.randn(64, 16) for _ in range(2)]
+    net, data = strange(kind), [torch.randn(64, 16) for _ in range(2)]
     assert len(mts.make_plan(net, method, pattern=0.5, **option).layers) == 2
     weight = net.own.weight.detach().clone()
     mts.sparsify(net, method, pattern=0.5, data_loader=data, **option)
@@ -242,7 +226,7 @@ def test_the_dense_run_finds_what_made_up_inputs_do_not_show(kind, method, optio
     assert torch.equal(net.own.weight, weight)
     assert mts.verify(net).notes == (f"own: {WHY}nn.Linear",)
     with pytest.raises(ValueError, match="'own', which you name"):
-        mts.sparsify(Strange(kind), method, pattern=0.5, data_loader=data, include=["own", "plain"], **option)
+        mts.sparsify(strange(kind), method, pattern=0.5, data_loader=data, include=["own", "plain"], **option)
 
 
 @pytest.mark.parametrize(("name", "other"), EVERY)
@@ -265,8 +249,8 @@ def test_what_is_pruned_with_data_has_the_error_that_it_has(name, other):
 
 def test_a_plan_says_what_could_not_be_tried():
     note = "own: a forward of its own, which cannot be run alone to see what it computes"
-    assert mts.make_plan(Strange(Modulated), "magnitude", pattern=0.5).notes == (note,)
-    assert mts.make_plan(Strange(Modulated), "wanda", pattern=0.5).notes == ()  # the dense run will tell
+    assert mts.make_plan(strange(Modulated), "magnitude", pattern=0.5).notes == (note,)
+    assert mts.make_plan(strange(Modulated), "wanda", pattern=0.5).notes == ()  # the dense run will tell
 
 
 def test_accelerates_hooks_are_seen_through():

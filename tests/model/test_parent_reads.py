@@ -16,22 +16,13 @@ import modelopt_sparse as mts
 from modelopt_sparse import training
 from tests.helpers import assert_same_masks
 from tests.model.sparse_modules import is_plus_zero, lost_zeros, random_mask
-from tests.training.cases import applied, masks_of
+from tests.models.tricky import Parts
+from tests.training.cases import applied, masks_of, take_step
 
 X = torch.randn(6, 8, generator=torch.Generator().manual_seed(1))
 
 
-class Parent(nn.Module):
-    """Reads the weights of two children in one way or another."""
-
-    def __init__(self, read: Callable[[nn.Module, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.read, self.experts = read, nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.read(self, x)
-
-
+# in which a parent reads the weights of two children
 READS = {
     "F.linear": lambda self, x: F.linear(F.linear(x, self.experts[0].weight).tanh(), self.experts[1].weight),
     "matmul": lambda self, x: (x @ self.experts[0].weight.T).tanh() @ self.experts[1].weight.T,
@@ -46,15 +37,17 @@ OPTIMIZERS = {
 }
 
 
-def sparse(read: str) -> Parent:
+def sparse(read: str) -> Parts:
     torch.manual_seed(0)
-    model = Parent(READS[read])
+    model = Parts(READS[read], experts=nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)]))
     for index, name in enumerate(["experts.0.weight", "experts.1.weight"]):
         mts.set_mask(model, name, random_mask(model.get_parameter(name), seed=index))
     return model
 
 
-def trained(model: Parent, call: Callable[[Tensor], Tensor], make: Callable, masks: dict[str, Tensor]) -> list[Tensor]:
+def trained(
+    model: nn.Module, call: Callable[[Tensor], Tensor], make: Callable, masks: dict[str, Tensor]
+) -> list[Tensor]:
     """The weights after four steps of two batches each. ``masks``: cut gradients by hand."""
     optimizer = make(model.parameters())
     for _ in range(4):
@@ -135,17 +128,14 @@ def test_one_warning_for_each_weight_says_how_many_and_how_large():
 def test_momentum_that_is_older_than_the_mask_is_told_unless_attached(attached: bool):
     model = nn.Sequential(nn.Linear(8, 8))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    model(X).sum().backward()
-    optimizer.step()
+    take_step(model(X).sum(), optimizer)
     mts.set_mask(model, "0.weight", torch.rand(8, 8) > 0.5)
     if attached:
         mts.attach_optimizer(optimizer, model)
 
     def train() -> None:
         for _ in range(3):
-            optimizer.zero_grad()
-            model(X).sum().backward()
-            optimizer.step()
+            take_step(model(X).sum(), optimizer)
 
     assert len(warnings_of(train)) == (not attached)
 
@@ -197,8 +187,7 @@ def test_lora_on_attention_wraps_trains_and_merges_to_the_mask():
     torch.testing.assert_close(lora(x), before)
     optimizer = torch.optim.SGD(lora.parameters(), lr=0.1)
     for _ in range(2):
-        lora(x).square().mean().backward()
-        optimizer.step()
+        take_step(lora(x).square().mean(), optimizer)
     merged = lora.merge_and_unload()
     assert len(warnings_of(lambda: merged(x))) == 2
     assert_same_masks(merged, masks)

@@ -22,8 +22,9 @@ from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 from transformers.pytorch_utils import Conv1D as HFConv1D
 
 import modelopt_sparse as mts
-from tests.helpers import plain_from_pretrained, tiny_llama, token_batches
+from tests.helpers import plain_from_pretrained, refused, tiny_llama, token_batches
 from tests.model.sparse_modules import drift, lost_zeros, random_mask, written_on_purpose
+from tests.training.cases import take_step
 
 # the names that transformers 5.0 has as well; and peft 0.21 asks transformers 5.23 by an old name
 OLD_NAMES = ("ignore:.gradient_checkpointing:FutureWarning", "ignore:.is_gradient_checkpointing:FutureWarning")
@@ -207,9 +208,7 @@ def test_frozen_weights_stay_bit_for_bit_and_masked_while_the_rest_learns():
 
 
 def one_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    optimizer.zero_grad()
-    mean_square(model, *regression()).backward()
-    optimizer.step()
+    take_step(mean_square(model, *regression()), optimizer)
 
 
 def state_at_pruned_places(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[tuple[str, str], Tensor]:
@@ -291,8 +290,7 @@ def test_removing_the_handle_ends_the_attachment():
 
 def test_attach_optimizer_refuses_an_optimizer_of_another_model():
     model, optimizer = sparse_model(), torch.optim.AdamW(sparse_model().parameters())
-    with pytest.raises(ValueError, match=r"this AdamW holds no parameter of the model: build it after"):
-        mts.attach_optimizer(optimizer, model)
+    refused(mts.attach_optimizer, optimizer, model, match=r"this AdamW holds no parameter of the model: build it after")
     assert not optimizer._optimizer_step_post_hooks
 
 

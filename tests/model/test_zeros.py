@@ -3,6 +3,7 @@
 import pickle
 import threading
 from collections.abc import Callable
+from operator import methodcaller
 
 import pytest
 import torch
@@ -283,13 +284,8 @@ def test_tensors_made_in_inference_mode_are_masked_in_each_call(made: str):
             assert torch.equal(module(X), masked_output(module, mask))
 
 
-CALLS = {
-    "train": lambda module: module.train(),
-    "eval": lambda module: module.eval(),
-    "state_dict": lambda module: module.state_dict(),
-    "apply_masks": mts.apply_masks,
-    "export": mts.export,
-}
+CALLS: dict[str, Callable[[nn.Module], object]] = {"apply_masks": mts.apply_masks, "export": mts.export}
+CALLS |= {name: methodcaller(name) for name in ("train", "eval", "state_dict")}
 
 
 @pytest.mark.parametrize("how", CALLS)

@@ -152,10 +152,10 @@ def _convs(*layers: nn.Module) -> Callable[[Tensor], Tensor]:
     return nn.Sequential(nn.Unflatten(1, (8, 1)), *layers, nn.Flatten())
 
 
-def _transposed() -> nn.Module:
-    """A weight that lies in memory by columns."""
+def _of(weight: Tensor) -> nn.Module:
+    """A layer whose weight lies in memory as this one does."""
     layer = nn.Linear(8, 8)
-    layer.weight = nn.Parameter(layer.weight.detach().t().contiguous().t())
+    layer.weight = nn.Parameter(weight)
     return layer
 
 
@@ -168,22 +168,14 @@ def _replaced() -> nn.Module:
 
 def _in_one_memory(second: int) -> nn.Module:
     """Two weights in one storage; ``second``: the row of it that the second one begins with."""
-    model, both = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(16, 8)
-    model[0].weight, model[1].weight = nn.Parameter(both[:8]), nn.Parameter(both[second : second + 8])
-    return model
+    both = torch.randn(16, 8)
+    return nn.Sequential(_of(both[:8]), _of(both[second : second + 8]))
 
 
 def _columns_of_one() -> nn.Module:
     """Two weights that are columns of one matrix, each with the other between its rows."""
-    model, both = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(8, 16)
-    model[0].weight, model[1].weight = nn.Parameter(both[:, :8]), nn.Parameter(both[:, 8:])
-    return model
-
-
-def _expanded() -> nn.Module:
-    layer = nn.Linear(8, 8)
-    layer.weight = nn.Parameter(torch.randn(1, 8).expand(8, 8))
-    return layer
+    both = torch.randn(8, 16)
+    return nn.Sequential(_of(both[:, :8]), _of(both[:, 8:]))
 
 
 # model -> what builds it, from nothing but the generator of torch
@@ -220,7 +212,7 @@ ROUND_TRIPS: dict[str, Callable[[], Any]] = {
     "parent reads the weight": _two(lambda m, x: m.weight_mask(F.linear(x, m.weight.weight))),
     "recurrent cell": _with_last(lambda m, x: m.last(m.first(x)[0]), lambda: nn.LSTMCell(8, 8)),
     "extra state": Extra,
-    "by columns": _transposed,
+    "by columns": lambda: _of(torch.randn(8, 8).t()),
     "frozen": lambda: nn.Linear(8, 8).requires_grad_(False),
     "bfloat16": lambda: nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8)).bfloat16(),
 }
@@ -244,6 +236,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         "layer '0' and the parameter '1.weight' share memory: make them one Parameter",
     ),
     "two Parameters that overlap": (lambda: _in_one_memory(5), "layer '0' and the parameter '1.weight' share memory"),
-    "expanded": (_expanded, "its weights share memory: clone it"),
+    "expanded": (lambda: _of(torch.randn(1, 8).expand(8, 8)), "its weights share memory: clone it"),
     "on meta": (lambda: nn.Linear(8, 8, device="meta"), "on the meta device"),
 }
