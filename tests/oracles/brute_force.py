@@ -21,24 +21,28 @@ Real = Callable[[Any, str], Tensor | None]  # (batch, layer name) -> which rows 
 Steps = list[list[str]]
 
 
+def modules_in(model: nn.Module, within: list[str]) -> Iterator[tuple[str, Any]]:
+    """Each module inside of the blocks, with its name."""
+    for block in within:
+        for inner, module in model.get_submodule(block).named_modules():
+            yield f"{block}.{inner}".strip("."), module
+
+
 def matrices_of(model: nn.Module, within: list[str]) -> dict[str, Tensor]:
     """Layer name -> weight as [..., R, C], input channels innermost, of everything inside the blocks."""
     found = {}
-    for block in within:
-        for inner, module in model.get_submodule(block).named_modules():
-            name = f"{block}.{inner}".strip(".")
-            if is_fused(module):
-                found[f"{name}.gate_up_proj"] = module.get_parameter("gate_up_proj").detach()
-                found[f"{name}.down_proj"] = module.get_parameter("down_proj").detach()
-            elif isinstance(module, nn.MultiheadAttention):
-                width = module.embed_dim
-                found[f"{name}.in_proj_weight"] = module.in_proj_weight.detach().view(3, width, width)
-            elif isinstance(module, Conv1D):
-                found[name] = module.weight.detach().T
-            elif isinstance(module, nn.Conv2d):
-                found[name] = module.weight.detach().permute(0, 2, 3, 1).flatten(1)
-            elif isinstance(module, MATRICES):
-                found[name] = module.weight.detach()
+    for name, module in modules_in(model, within):
+        if is_fused(module):
+            found[f"{name}.gate_up_proj"] = module.get_parameter("gate_up_proj").detach()
+            found[f"{name}.down_proj"] = module.get_parameter("down_proj").detach()
+        elif isinstance(module, nn.MultiheadAttention):
+            found[f"{name}.in_proj_weight"] = torch.stack(module.in_proj_weight.detach().chunk(3))
+        elif isinstance(module, Conv1D):
+            found[name] = module.weight.detach().T
+        elif isinstance(module, nn.Conv2d):
+            found[name] = module.weight.detach().permute(0, 2, 3, 1).flatten(1)
+        elif isinstance(module, MATRICES):
+            found[name] = module.weight.detach()
     return found
 
 
@@ -164,11 +168,9 @@ def brute_force(
         return hook
 
     handles = []
-    for block in within:
-        for inner, module in model.get_submodule(block).named_modules():
-            name = f"{block}.{inner}".strip(".")
-            if isinstance(module, (*MATRICES, nn.MultiheadAttention)) or is_fused(module):
-                handles.append(module.register_forward_pre_hook(hook_for(name), with_kwargs=True))
+    for name, module in modules_in(model, within):
+        if isinstance(module, (*MATRICES, nn.MultiheadAttention)) or is_fused(module):
+            handles.append(module.register_forward_pre_hook(hook_for(name), with_kwargs=True))
     with slow_attention():
         for batch in batches:
             call(model, batch)

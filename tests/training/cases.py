@@ -17,6 +17,15 @@ from modelopt_sparse import training
 from modelopt_sparse.model.masking import named_masks
 
 
+def mixture(width: int, std: float, implementation: str = "eager") -> nn.Module:
+    """Three fused experts, of which two take each token."""
+    sizes = {"hidden_size": width, "intermediate_size": width, "num_local_experts": 3, "num_experts_per_tok": 2}
+    experts = MixtralSparseMoeBlock(MixtralConfig(**sizes, experts_implementation=implementation))
+    for parameter in experts.parameters():
+        nn.init.normal_(parameter, std=std)
+    return experts
+
+
 class Zoo(nn.Module):
     """Linear, Conv1D of transformers, a grouped convolution, attention, fused experts, an embedding tied to a head, a
     ParameterList, and a Linear whose weight is read without calling it. Eight channels; tokens [B, S] -> [B, S, 16]."""
@@ -29,10 +38,7 @@ class Zoo(nn.Module):
         self.conv1d = HFConv1D(8, 8)
         self.conv = nn.Conv1d(8, 8, 3, padding=1, groups=2)
         self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
-        sizes = {"hidden_size": 8, "intermediate_size": 8, "num_local_experts": 3, "num_experts_per_tok": 2}
-        self.experts = MixtralSparseMoeBlock(MixtralConfig(**sizes, experts_implementation="eager"))
-        for parameter in self.experts.parameters():
-            nn.init.normal_(parameter, std=0.3)
+        self.experts = mixture(8, std=0.3)
         self.listed = nn.ParameterList([nn.Parameter(torch.randn(8, 8) / 3)])
         self.read = nn.Linear(8, 8)
         self.norm = nn.LayerNorm(8)
@@ -49,16 +55,8 @@ class Zoo(nn.Module):
         return self.head(self.norm(x))
 
 
-LAYERS = (
-    "linear.weight",
-    "conv1d.weight",
-    "conv.weight",
-    "attention.in_proj_weight",
-    "attention.out_proj.weight",
-    "experts.experts.gate_up_proj",
-    "experts.experts.down_proj",
-    "read.weight",
-)
+LAYERS = ("linear.weight", "conv1d.weight", "conv.weight", "attention.in_proj_weight", "attention.out_proj.weight")
+LAYERS += ("experts.experts.gate_up_proj", "experts.experts.down_proj", "read.weight")
 OTHERS = ("embed.weight", "linear.bias", "listed.0", "norm.weight")
 
 

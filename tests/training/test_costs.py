@@ -6,12 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import MixtralConfig
-from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
 import modelopt_sparse as mts
 from modelopt_sparse import training
 from tests.helpers import assert_same_state, state_of, tiny_llama, token_batches
+from tests.models.tricky import Parts
+from tests.training.cases import mixture
 
 
 def test_two_layers_by_hand():
@@ -105,15 +105,8 @@ def test_a_sparse_bias_is_no_product():
 
 
 def test_what_is_not_counted_is_named():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embed, self.rnn = nn.Embedding(9, 8), nn.LSTM(8, 8)
-
-        def forward(self, ids):
-            return self.rnn(self.embed(ids))[0]
-
-    model = training.Static(0.5, include="embed.weight").apply(Net())
+    net = Parts(lambda m, ids: m.rnn(m.embed(ids))[0], embed=nn.Embedding(9, 8), rnn=nn.LSTM(8, 8))
+    model = training.Static(0.5, include="embed.weight").apply(net)
     cost = training.cost(model, torch.zeros(3, 2, dtype=torch.long))
     assert cost.uncounted == ("aten.mkldnn_rnn_layer", "embed.weight")
     assert "Not counted: aten.mkldnn_rnn_layer; embed.weight" in str(cost)
@@ -122,11 +115,7 @@ def test_what_is_not_counted_is_named():
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
 def test_experts_are_counted_by_both_of_their_weights_however_they_run(implementation):
     """Of fused experts two weights lie in one module, and torch counts its FLOPs as one."""
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_local_experts": 3, "num_experts_per_tok": 2}
-    model = MixtralSparseMoeBlock(MixtralConfig(**sizes, experts_implementation=implementation))
-    for parameter in model.parameters():
-        nn.init.normal_(parameter)
-    training.Static(0.5, include="experts.*", scope="row").apply(model)
+    model = training.Static(0.5, include="experts.*", scope="row").apply(mixture(16, 1.0, implementation))
     cost = training.cost(model, torch.randn(1, 8, 16))
     experts = 2 * 2 * 8 * (32 * 16 + 16 * 16)
     assert cost.dense.inference - cost.sparse.inference == experts // 2, cost

@@ -19,14 +19,8 @@ from tests.helpers import Snapshot, refused, tiny_llama
 pytestmark = pytest.mark.core
 
 PAD, ITEMS = 0, "num_items_in_batch"
-TINY: dict[str, Any] = {
-    "vocab_size": 97,
-    "hidden_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "intermediate_size": 16,
-}
-TINY |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+TINY: dict[str, Any] = {"vocab_size": 97, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+TINY |= {"intermediate_size": 16, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
 def pair(dtype: torch.dtype = torch.float64, **changes: Any) -> tuple[Any, Any]:

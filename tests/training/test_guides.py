@@ -130,15 +130,10 @@ def test_a_custom_class_by_its_name():
 # guide 002 ----------------------------------------------------------------------------------------------------------
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(10, 10)
-        self.norm = nn.LayerNorm(10)
-        self.ffn = nn.Sequential(nn.Linear(10, 20), nn.Linear(20, 10))
-        self.dense_layer = nn.Linear(10, 10)
-        self.linear_layer = nn.Linear(10, 10)
-        self.lm_head = nn.Linear(10, 10)
+def block():
+    ffn = nn.Sequential(nn.Linear(10, 20), nn.Linear(20, 10))
+    layers = {name: nn.Linear(10, 10) for name in ("dense_layer", "linear_layer", "lm_head")}
+    return nn.ModuleDict({"embedding": nn.Embedding(10, 10), "norm": nn.LayerNorm(10), "ffn": ffn, **layers})
 
 
 YAML = {
@@ -166,7 +161,7 @@ YAML = {
 @pytest.mark.parametrize(("text", "expected"), YAML.values(), ids=list(YAML))
 def test_config_examples(text, expected, tmp_path):
     (tmp_path / "params.yaml").write_text(text)
-    models = [Block(), Block()]
+    models = [block(), block()]
     models[1].load_state_dict(models[0].state_dict())
     for model in models:
         sparsity = sparse.configure(tmp_path / "params.yaml")
@@ -180,12 +175,12 @@ def test_config_examples(text, expected, tmp_path):
 
 def test_changing_the_level_after_a_checkpoint():
     """ "iterative magnitude pruning, change the sparsity ... and rerun"; lower: "regrown (and initialized to 0.0)"."""
-    model = Block()
+    model = block()
     sparse.configure({"sparsity": 0.6, "init_method": "topk"}).apply(model)
     checkpoint = sparse.to_sentinel(model.state_dict())
     before = model.linear_layer.weight_mask.clone()
     for level, subset in ((0.8, True), (0.4, False)):
-        again = Block()
+        again = block()
         again.load_state_dict(sparse.from_sentinel(checkpoint), strict=False)
         again.linear_layer.weight.data.copy_(checkpoint["linear_layer.weight"])
         sparse.configure({"sparsity": level, "init_method": "topk"}).apply(again)

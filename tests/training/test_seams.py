@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import modelopt_sparse as mts
 from modelopt_sparse import training
 from modelopt_sparse.model.masking import named_masks
-from tests.helpers import assert_bits, assert_same_state, state_of, tiny_llama, token_batches
+from tests.helpers import assert_bits, assert_same_state, refused, state_of, tiny_llama, token_batches
 from tests.model.sparse_modules import lost_zeros
 from tests.training.cases import applied, take_step
 
@@ -136,8 +136,7 @@ def test_a_step_that_calls_the_one_of_its_base_class_is_one_step():
     reference, model, sparsity = plain(), Mlp(), rigl()
     optimizer = applied(sparsity, model, Calling, lr=0.05)
     optimizer.fails = True
-    with pytest.raises(MemoryError):
-        run(model, optimizer, 1)
+    refused(run, model, optimizer, 1, error=MemoryError)
     optimizer.fails = False
     optimizer.zero_grad()
     run(model, optimizer, 6)
@@ -329,15 +328,13 @@ def test_a_state_of_another_algorithm_or_of_other_masks_is_refused():
     sparsity, optimizer = started(model)
     run(model, optimizer, 4)
     state = copy.deepcopy(sparsity.state_dict())
-    with pytest.raises(ValueError, match="it has no 'algorithm': give what state_dict"):
-        sparsity.load_state_dict(model.state_dict())
+    refused(sparsity.load_state_dict, model.state_dict(), match="it has no 'algorithm': give what state_dict")
     for other, match in (
         (started(Mlp(), ALGORITHMS["set"])[0], "make the algorithm with the options that the state was saved with"),
         (started(Mlp())[0], "2 masks of the model are not those of this state"),
         (rigl(), "apply this RigL to the model, load the model's state dict"),
     ):
-        with pytest.raises(ValueError, match=match):
-            other.load_state_dict(state)
+        refused(other.load_state_dict, state, match=match)
 
 
 def test_a_conv_net_trains_channels_last():

@@ -7,7 +7,6 @@ import warnings
 
 import pytest
 import torch
-import transformers as hf
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -18,6 +17,7 @@ from modelopt_sparse import training
 from modelopt_sparse.checkpoint.save import add_masks
 from modelopt_sparse.model.masking import named_masks
 from tests.helpers import assert_bits, assert_same_state, plain_from_pretrained, state_of, tiny_llama, token_batches
+from tests.models.architectures import ARCHITECTURES
 from tests.training.cases import masks_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # Trainer warns of its own options
@@ -32,12 +32,12 @@ ALGORITHMS = {
 }
 
 
-def trainer(folder, model, sparsity, steps=6, callback=None, **options):
+def trainer(folder, model, sparsity, steps=6, callback=None, data=DATA, **options):
     settings = {"max_steps": steps, "per_device_train_batch_size": 4, "save_steps": 3, "save_strategy": "steps"}
     settings |= {"report_to": "none", "use_cpu": True, "disable_tqdm": True, "logging_strategy": "no"}
     settings |= {"learning_rate": 1e-2, "lr_scheduler_type": "constant", **options}
     arguments, callbacks = TrainingArguments(str(folder), **settings), [callback or training.SparsityCallback(sparsity)]
-    return Trainer(model, arguments, train_dataset=DATA, eval_dataset=DATA[:4], callbacks=callbacks)
+    return Trainer(model, arguments, train_dataset=data, eval_dataset=DATA[:4], callbacks=callbacks)
 
 
 @pytest.fixture(scope="module")
@@ -258,14 +258,12 @@ def test_a_second_train_with_the_same_callback_goes_on(tmp_path):
 
 def test_a_mask_on_a_parameter_of_the_model_itself(tmp_path):
     """CLIP has ``logit_scale`` beside its two towers."""
-    tower = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    text = {**tower, "vocab_size": 50, "max_position_embeddings": 8, "eos_token_id": 1}
-    vision = {**tower, "image_size": 16, "patch_size": 8}
-    model = hf.CLIPModel(hf.CLIPConfig(text_config=text, vision_config=vision, projection_dim=8))
-    rows = [{"input_ids": torch.arange(8), "pixel_values": torch.ones(3, 16, 16)}] * 2
-    training.Static(0.5).apply(model)
-    arguments = hf.TrainingArguments(tmp_path / "run", max_steps=1, report_to="none", use_cpu=True, save_strategy="no")
-    trainer = hf.Trainer(model, arguments, train_dataset=rows)
-    assert next(iter(trainer.get_train_dataloader())).keys() == rows[0].keys()
+    clip = ARCHITECTURES["clip"]
+    model, batch = clip.build(), clip.batches("right")[0]
+    rows = [dict(zip(batch, row)) for row in zip(*batch.values())]
+    sparsity = training.Static(0.5)
+    sparsity.apply(model)
+    loader = trainer(tmp_path / "run", model, sparsity, data=rows).get_train_dataloader()
+    assert next(iter(loader)).keys() == batch.keys()
     mts.save(model, tmp_path / "saved")
     assert mts.load(tmp_path / "saved").logit_scale == model.logit_scale

@@ -9,7 +9,7 @@ from torch import nn
 
 from modelopt_sparse import training
 from modelopt_sparse.training import checkpoints
-from tests.helpers import assert_bits
+from tests.helpers import assert_bits, refused
 
 
 def sparse_model():
@@ -57,8 +57,7 @@ def test_finalize(run, tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(checkpoints, "save_file", full_disk)
-        with pytest.raises(OSError, match="No space left"):
-            training.finalize(source, destination)
+        refused(training.finalize, source, destination, match="No space left", error=OSError)
     assert [*tmp_path.iterdir()] == [source]  # so that the next attempt is not refused
     assert "2 of 4 tensors" in run("finalize", "--input", source, "--output", destination).well()
     dense = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
