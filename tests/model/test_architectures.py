@@ -65,12 +65,21 @@ def test_grams_of_the_dense_model(name, side):
 
 
 @every_architecture
-def test_grams_of_the_half_sparse_model(name):
-    """With sequential="block" they are those of the model with the blocks before it sparse and the others dense."""
+def test_grams_of_the_half_sparse_model_and_which_layers_share_them(name):
+    """With sequential="block" they are those of the model with the blocks before it sparse and the others dense.
+
+    Layers that get one input share one Stats object, and no others do: one block's statistics end with it, and a
+    convolution's input counts with its window."""
     architecture, dense, blocks = built(name)
-    sparse, found = recorded(name, "left", sequential="block")
-    steps = [[block] for block in blocks]
-    assert_stats(found, stepwise(dense, sparse, architecture.batches("left"), steps, architecture.real))
+    sparse, stats = recorded(name, "left", sequential="block")
+    batches = architecture.batches("left")
+    inputs = brute_force(dense, batches, blocks).inputs
+    block_of = {layer: block for block in blocks for layer in matrices_of(dense, [block])}
+    for one in stats:
+        for other in stats:
+            same = inputs[one] == inputs[other] and block_of[one] == block_of[other]
+            assert (stats[one] is stats[other]) == same, (one, other)
+    assert_stats(stats, stepwise(dense, sparse, batches, [[block] for block in blocks], architecture.real))
 
 
 @pytest.mark.parametrize(("name", "dtype"), [*((name, "bfloat16") for name in ARCHITECTURES), ("llama", "float16")])
@@ -90,19 +99,6 @@ def test_grams_under_autocast(name, dtype):
     assert {stats.gram.dtype for stats in found.values() if stats.gram is not None} == {torch.float32}
     assert_stats(found, seen[0], tolerance=2e-2 if behind_one_module else 1e-5)
     refused(assert_stats, found, seen[1], error=AssertionError)
-
-
-@every_architecture
-def test_layers_that_get_one_input_share_one_stats_object(name):
-    """And no others do: one block's statistics end with it, and a convolution's input counts with its window."""
-    architecture, dense, blocks = built(name)
-    _, stats = recorded(name)
-    inputs = brute_force(dense, architecture.batches("right"), blocks).inputs
-    block_of = {layer: block for block in blocks for layer in matrices_of(dense, [block])}
-    for one in stats:
-        for other in stats:
-            same = inputs[one] == inputs[other] and block_of[one] == block_of[other]
-            assert (stats[one] is stats[other]) == same, (one, other)
 
 
 # what is pruned, and what stays -------------------------------------------------------------------------------------
