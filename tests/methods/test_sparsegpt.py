@@ -10,7 +10,6 @@ from torch import Tensor
 from modelopt_sparse.methods import METHODS
 from modelopt_sparse.methods.patterns import NM, Pattern, Unstructured, parse_pattern
 from tests.helpers import correlated_inputs, refused
-from tests.oracles import reference
 from tests.oracles.layer_problem import of_gram, one_at_a_time, solved, sparsegpt, stats_of
 
 SPARSEGPT = METHODS["sparsegpt"]
@@ -98,14 +97,13 @@ def test_a_twin_channel_takes_over_the_weight_of_its_pruned_copy():
 @pytest.mark.parametrize("pattern", ["2:4", "4:8", "1:4", "50% per row", "50% per matrix", "70%"])
 @pytest.mark.parametrize("seed", range(4))
 def test_the_output_error_is_below_that_of_wanda_and_magnitude(pattern, seed):
+    """Reported errors are those of the outputs: test_methods.py."""
     weight, inputs = problem(24, 64, seed, tokens=512)
     stats = stats_of(inputs.float())
-    error = {}
-    for name in ("magnitude", "wanda", "sparsegpt"):
-        solution = solved(name, weight.float(), stats, pattern)
-        error[name] = reference.output_error(weight, solution.weight, inputs)
-        assert solution.error == pytest.approx(error[name], rel=1e-3)
-    assert error["sparsegpt"] < 0.8 * error["wanda"] < 0.8 * error["magnitude"]
+    best, better, worst = (
+        solved(name, weight.float(), stats, pattern).error for name in ("sparsegpt", "wanda", "magnitude")
+    )
+    assert best < 0.8 * better < 0.8 * worst
 
 
 # unusual inputs ------------------------------------------------------------------------------------------------------
