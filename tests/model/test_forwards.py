@@ -182,11 +182,7 @@ def test_a_plan_without_data_leaves_dense_what_does_something_else(name, other):
     assert_same_state(net, before)
     assert getattr(net.own, "shapes", ()) == ()
     assert not plan.notes
-
-
-@pytest.mark.parametrize(("name", "other"), EVERY)
-def test_named_in_full_it_is_an_error(name, other):
-    net, _ = build(name, other)
+    # named in full it is an error
     masks = {f"{each}.weight": net.get_parameter(f"{each}.weight") > 0 for each in ("own", "plain")}
     options: list[dict[str, Any]] = [{"include": ["own"]}, {"rules": {"own": {"pattern": "1:2"}}}]
     for how in (*({"method": "magnitude", **option} for option in options), {"masks": masks}):
