@@ -71,12 +71,8 @@ GEMMA3N = {"intermediate_size": WIDER, "activation_sparsity_pattern": [0.5, 0.0]
 GLM = ("glm4v_text", "glm_image_text", "glm_ocr_text")
 # what the table above cannot say of single types
 OVERRIDES: dict[str, dict[str, Any]] = {
-    **{key: {"upsample_groups": 16} for key in ("mimi", "mimi_decoder")},
-    **{key: {"upsample_groups": 16} for key in (f"pocket_tts_audio_tokenizer{end}" for end in ("", "_decoder"))},
-    **{key: {"prediction_length": 8} for key in ("informer", "autoformer", "time_series_transformer")},
+    **{key: {"upsample_groups": 16} for key in ("mimi", "pocket_tts_audio_tokenizer")},
     **{key: {"head_dim": 16} for key in ("hunyuan_v1_dense", "hunyuan_v1_moe", "hunyuan_vl_text", "ministral")},
-    **{key: {"vocab_size": VOCAB} for key in ("wav2vec2-bert", "wav2vec2-conformer")},
-    **{key: {"pad_token_id": 1} for key in ("llama4", "emu3")},
     "bit": {"num_groups": 8},
     **{key: {"rope_parameters": {**ROPE, "mrope_section": [4, 2, 2]}} for key in GLM},
     **{key: {"num_heads": (2, 2, 2, 2), "image_size": 64, "patch_size": 2} for key in ("swin", "donut-swin")},
@@ -85,14 +81,11 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "glm4v_moe_text": {"rope_parameters": {**ROPE, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}},
     "layoutlmv3": {"coordinate_size": 10, "shape_size": 12},
     "dpt": {"num_hidden_layers": 4, "backbone_out_indices": [0, 1, 2, 3], "is_hybrid": False},
-    "reformer": {"is_decoder": True},
     "gemma3n_text": SLIDING | GEMMA3N,
     "step3p5": {"sliding_window": 8},
     "longcat_flash": {"head_dim": 16, "num_layers": 2, "zero_expert_num": 2},
-    "mamba2": {"num_heads": 8, "head_dim": 16},
     "mistral_large4_text": {"kv_source_layers": [0, 1], "num_hidden_layers": 2},
     "lfm2_moe": {"num_dense_layers": 1, "layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
-    "cohere_compass_text": SLIDING,
     "laguna": {"num_attention_heads_per_layer": [4, 4], "num_hidden_layers": 2},
 }
 
@@ -261,6 +254,7 @@ def _pair(value: Any) -> tuple[int, int]:
 
 
 ROWS, LARGEST = 2, 30e6
+PLACEHOLDERS = ("image_token_id", "image_token_index", "audio_token_id", "audio_token_index", "video_token_id")
 
 
 def _options(model: nn.Module) -> Iterator[Batch]:
@@ -311,8 +305,6 @@ def _images(config: Any, names: list[str], normal: Any) -> Iterator[Batch]:
     time = find(config, "temporal_patch_size") or 1
     name = "pixel_values" if "pixel_values" in names else "pixel_values_videos"
     grids = [one for one in ("image_grid_thw", "grid_thw") if one in names]
-    if "flattened_patches" in names:
-        yield {"flattened_patches": normal(ROWS, 9, 2 + channels * patch * patch)}
     if name not in names:
         if "hidden_states" in names and grids:
             yield {"hidden_states": normal(32, channels * time * patch**2), grids[0]: torch.tensor([[1, 4, 4]] * 2)}
@@ -321,8 +313,6 @@ def _images(config: Any, names: list[str], normal: Any) -> Iterator[Batch]:
         grid = torch.tensor([[1, 4, 4]] * ROWS)
         for size in dict.fromkeys((channels * time * patch**2, channels * patch**2)):
             yield {"pixel_values": normal(ROWS * 16, size), grids[0]: grid}
-    sizes = {"image_sizes": torch.tensor([[height, width]] * ROWS)} if "image_sizes" in names else {}
-    sizes |= {"target_sizes": torch.tensor([[4, 4]] * ROWS)} if "target_sizes" in names else {}
     if "spatial_shapes" in names:
         patches = {"pixel_values": normal(ROWS, 16, channels * patch**2)}
         mask = torch.ones(ROWS, 16, dtype=torch.long)
@@ -331,11 +321,10 @@ def _images(config: Any, names: list[str], normal: Any) -> Iterator[Batch]:
     if name == "pixel_values_videos" or (frames and find(config, "tubelet_size")):
         yield {name: normal(ROWS, frames, channels, height, width)}
     yield {name: square}
-    yield {name: square, **sizes}
     for several in (1, 3, frames):
-        yield {name: normal(ROWS, several, channels, height, width), **sizes}
+        yield {name: normal(ROWS, several, channels, height, width)}
     for side in (64, 224):
-        yield {name: normal(ROWS, channels, side, side), **sizes}
+        yield {name: normal(ROWS, channels, side, side)}
 
 
 def _sounds(config: Any, normal: Any) -> dict[str, list[Tensor]]:
@@ -344,9 +333,7 @@ def _sounds(config: Any, normal: Any) -> dict[str, list[Tensor]]:
     long = find(config, "max_source_positions") or 32
     long = 2 * (long if isinstance(long, int) else 32)
     spectra = [normal(ROWS, mels, long), normal(ROWS, long, mels), normal(ROWS, 64, mels), normal(ROWS, mels, 64)]
-    spectra += [normal(ROWS, mels, 3000), normal(ROWS, 512, 160), normal(ROWS, 1, 64, mels)]
-    waves = [normal(ROWS, 4000), normal(ROWS, 1, 4800), normal(ROWS, 1024, mels), normal(ROWS, 16000)]
-    return {"input_features": spectra, "input_values": waves + spectra, "audio_mel": spectra}
+    return {"input_features": spectra, "input_values": [normal(ROWS, 4000), normal(ROWS, 1, 4800)]}
 
 
 def _others(config: Any, normal: Any) -> dict[str, Tensor]:
@@ -358,27 +345,10 @@ def _others(config: Any, normal: Any) -> dict[str, Tensor]:
         "input_features_mask": torch.ones(ROWS, 64, dtype=torch.long),
         "past_values": normal(ROWS, find(config, "context_length") or 32, find(config, "num_input_channels") or 1),
         "inputs_embeds": normal(ROWS, LENGTH, width),
-        "hidden_states": normal(ROWS, LENGTH, width),
-        "states": normal(ROWS, LENGTH, find(config, "state_dim") or 17),
-        "actions": normal(ROWS, LENGTH, find(config, "act_dim") or 4),
-        "rewards": normal(ROWS, LENGTH, 1),
-        "returns_to_go": normal(ROWS, LENGTH, 1),
-        "timesteps": torch.arange(LENGTH).expand(ROWS, LENGTH),
         "visual_feats": normal(ROWS, 5, find(config, "visual_feat_dim") or 8),
         "visual_pos": normal(ROWS, 5, 4),
-        "inputs": normal(ROWS, LENGTH, width),
         "mm_token_type_ids": torch.zeros(ROWS, LENGTH, dtype=torch.long),
-        "qformer_input_ids": torch.ones(ROWS, 6, dtype=torch.long),
-        "pixel_mask": torch.ones(ROWS, 32, 32, dtype=torch.long),
-        "input_boxes": torch.tensor([[[2.0, 2.0, 20.0, 20.0]]] * ROWS),
     }
-
-
-def _placeholder(config: Any) -> int | None:
-    for name in ("image_token_id", "image_token_index", "audio_token_id", "audio_token_index", "video_token_id"):
-        if isinstance(token := find(config, name), int):
-            return token
-    return None
 
 
 def batch_of(model: nn.Module) -> Batch:
@@ -405,7 +375,7 @@ def batch_of(model: nn.Module) -> Batch:
 
 
 def _with_placeholders(config: Any, batch: Batch, tokens: int, features: int) -> Batch:
-    token = _placeholder(config)
+    token = find(config, *PLACEHOLDERS)
     if token is None:
         return batch
     each = max(features // ROWS, 1)
