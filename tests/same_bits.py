@@ -17,11 +17,9 @@ import argparse
 import copy
 import hashlib
 import inspect
-import io
 import json
 import os
 import re
-import runpy
 import shlex
 import subprocess
 import sys
@@ -29,7 +27,7 @@ import tempfile
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import redirect_stderr, redirect_stdout, suppress
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,14 +44,15 @@ from torch import Tensor, nn
 # behind the checkout whose package is run: models and data are those of this file
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
 
+from tests.faults.faulty import run_command
 from tests.models import expert_models
 from tests.models.architectures import ARCHITECTURES, HEADS, WIDER, WIDTH, Architecture, pairs, sequences, texts
+from tests.models.shrinkable import BASE
 from tests.models.stacked import Skipping, Stacked, vectors
 from tests.models.tiny import tiny_yolos
 
 Result = dict[str, Any]
 mts: Any = None  # the package, as the checkout has it whose jobs this process runs; `run_jobs` imports it
-kept: Path | None = None  # the folder with the values of all tensors, each in a file named by its hash
 
 ROOT = Path(__file__).resolve().parent.parent
 TESTBED = ROOT / "examples" / "testbed"
@@ -66,10 +65,7 @@ SHOWN, LIMIT = 2, 3600  # differences that the table spells out; seconds that a 
 
 # models and their data ------------------------------------------------------------------------------------------------
 
-VOCAB = 97
-WIDTHS = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
-IDS = {"vocab_size": VOCAB, "pad_token_id": 1, "bos_token_id": 2, "eos_token_id": 2, "max_position_embeddings": 64}
-SIZES: dict[str, Any] = {**WIDTHS, **IDS, "num_hidden_layers": 2}
+SIZES: dict[str, Any] = {**BASE, "num_hidden_layers": 2}
 IMAGE, BEFORE, AFTER = 90, 92, 93  # tokens of an image in a text
 EYES = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 4, "patch_size": 4}
 EYES |= {"out_hidden_size": 32, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
@@ -101,7 +97,7 @@ def seeded(seed: int = 1) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def tokens(vocab: int = VOCAB) -> list[Tensor]:
+def tokens(vocab: int = 97) -> list[Tensor]:
     return list(torch.randint(3, vocab, (4, 2, 12), generator=seeded()))
 
 
@@ -198,14 +194,6 @@ def own_method(at: int = 0) -> Any:
 # what is compared -----------------------------------------------------------------------------------------------------
 
 
-def digest(values: Tensor) -> str:
-    data = values.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-    name = hashlib.sha256(data).hexdigest()
-    if kept is not None and not (kept / name).exists():
-        (kept / name).write_bytes(data)
-    return f"{values.dtype} {list(values.shape)} {name}"
-
-
 def without_times(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(key): without_times(each) for key, each in value.items() if key not in NOT_COMPARED}
@@ -232,8 +220,8 @@ def warned(job: Callable[[], Result]) -> Result:
 def result_of(model: nn.Module) -> Result:
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     return {
-        "tensors": {name: digest(values) for name, values in named},
-        "masks": {name: digest(mask) for name, mask in mts.named_masks(model)},
+        "tensors": {name: values.detach().clone() for name, values in named},
+        "masks": {name: mask.clone() for name, mask in mts.named_masks(model)},
         "report": without_times(mts.report(model).as_dict()),
         "printed report": printed(str(mts.report(model))),
         "verified": printed(str(mts.verify(model))),
@@ -241,11 +229,10 @@ def result_of(model: nn.Module) -> Result:
 
 
 def files_in(folder: Path) -> Result:
-    """Hashes of all files, and of their tensors; sparsity.json, which holds times, as what it says."""
+    """Hashes of all files, and their tensors; sparsity.json, which holds times, as what it says."""
     files = {str(x.relative_to(folder)): x.read_bytes() for x in sorted(folder.rglob("*")) if x.is_file()}
     texts = {name: without_times(json.loads(data)) for name, data in files.items() if name.endswith("sparsity.json")}
-    shards = {name: load_file(folder / name) for name in files if name.endswith(".safetensors")}
-    tensors = {f"in {name}": {key: digest(x) for key, x in shard.items()} for name, shard in shards.items()}
+    tensors = {f"in {name}": load_file(folder / name) for name in files if name.endswith(".safetensors")}
     return {name: hashlib.sha256(data).hexdigest() for name, data in files.items()} | texts | tensors
 
 
@@ -262,13 +249,12 @@ def sparse(name: str, method: Any, dtype: torch.dtype = torch.float32, **options
 def two(name: str, method: Any, **options: Any) -> Result:
     """Two processes, forked from this one: these jobs come first, before a gradient has been taken here."""
     mp.start_processes(one_of_two, (name, method, options), nprocs=2, start_method="fork")
-    return {f"rank {rank}": json.loads(Path(f"{rank}.json").read_text(encoding="utf-8")) for rank in range(2)}
+    return {f"rank {rank}": torch.load(f"{rank}.pt", weights_only=False) for rank in range(2)}
 
 
 def one_of_two(rank: int, name: str, method: Any, options: dict[str, Any]) -> None:
     dist.init_process_group("gloo", store=dist.FileStore("store", 2), rank=rank, world_size=2)
-    result = warned(partial(sparse, name, method, **options))
-    Path(f"{rank}.json").write_text(json.dumps(result, default=str), encoding="utf-8")
+    torch.save(warned(partial(sparse, name, method, **options)), f"{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
 
@@ -374,34 +360,22 @@ def public_names() -> Result:
                 members |= {f"{name}.{key}": x for key, x in own if "modelopt" in str(getattr(x, "__module__", ""))}
             for key, member in members.items():
                 with suppress(TypeError, ValueError):  # what is no function, or is written in C
-                    arguments = list(inspect.signature(member).parameters.values()) if callable(member) else []
-                    defaults = [getattr(x.default, "__name__", repr(x.default)) for x in arguments]
-                    shown = [f"{x.kind.name} {x.name}={value}" for x, value in zip(arguments, defaults)]
-                    results[f"{module.__name__}.{key}"] = shown
+                    arguments = inspect.signature(member).parameters.values() if callable(member) else ()
+                    defaults = {x: getattr(x.default, "__name__", repr(x.default)) for x in arguments}
+                    results[f"{module.__name__}.{key}"] = [f"{x.kind} {x.name}={defaults[x]}" for x in arguments]
     return results
 
 
-def run_command(line: str) -> tuple[Any, str, str]:
-    """Exit code of `python -m modelopt_sparse`, run in this process, and what it prints to where."""
-    sys.argv, out, err, code = ["modelopt_sparse", *shlex.split(line)], io.StringIO(), io.StringIO(), None
-    try:
-        with redirect_stdout(out), redirect_stderr(err):
-            runpy.run_module("modelopt_sparse", run_name="__main__")
-    except SystemExit as done:
-        code = done.code
-    return code, out.getvalue(), err.getvalue()
-
-
 def commands(*lines: str) -> Result:
-    """What `python -m modelopt_sparse` prints, in this process, and its exit codes; the model has a tokenizer."""
+    """What the command line prints, in this process, and its exit codes; the model has a tokenizer."""
     built("text").save_pretrained("dense")
     text()["tokenizer"].save_pretrained("dense")
     Path("text.txt").write_text(text()["data"][0][:5_000], encoding="utf-8")
     results: Result = {}
     for line in lines:
-        code, out, err = run_command(line)
-        said = without_times(json.loads(out)) if "--json" in line else printed(out)
-        complaints = [row for row in err.splitlines() if row.startswith("modelopt-sparse:")]
+        code, found = run_command(shlex.split(line))
+        said = without_times(json.loads(found["out"])) if "--json" in line else printed(found["out"])
+        complaints = [row for row in found["err"].splitlines() if row.startswith("modelopt-sparse:")]
         results[line] = {"code": code, "printed": said, "complaints": complaints}
     return {**results, "files": files_in(Path())}
 
@@ -575,7 +549,7 @@ def jobs_of(lines: str) -> Iterator[tuple[str, Callable[[], Result]]]:
 
 def run_jobs(checkout: Path, results: Path, only: str) -> None:
     """Run the jobs with the checkout that is in the path of this process, each in an empty folder."""
-    global mts, kept
+    global mts
     import modelopt_sparse as mts
 
     if not Path(mts.__file__).resolve().is_relative_to(checkout):
@@ -584,8 +558,6 @@ def run_jobs(checkout: Path, results: Path, only: str) -> None:
     torch.backends.mkldnn.matmul.fp32_precision = "ieee"  # type: ignore[attr-defined]
     hf.utils.logging.set_verbosity_error()
     hf.utils.logging.disable_progress_bar()
-    kept = results.with_suffix(".values")
-    kept.mkdir()
     jobs = {**dict(jobs_of(LINES)), **OTHERS}
     done: Result = {}
     for name in [name for name in jobs if only in name]:
@@ -596,7 +568,7 @@ def run_jobs(checkout: Path, results: Path, only: str) -> None:
             done[name] = warned(jobs[name])
         except Exception:
             done[name] = {"fails": traceback.format_exc()}
-    results.write_text(json.dumps(done, default=str), encoding="utf-8")
+    torch.save(done, results)
     print(f"{len(done)} jobs with {mts.__file__}")
 
 
@@ -612,58 +584,62 @@ def start(checkout: Path, results: Path, only: str) -> Result:
         print(done.stdout[-2000:], done.stderr[-4000:], file=sys.stderr)
         raise SystemExit(2)
     print(done.stdout.strip(), flush=True)
-    return json.loads(results.read_text(encoding="utf-8"))
+    return torch.load(results, weights_only=False)
 
 
-def flat(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
+def flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Tensors, and the text of everything else, by where they stand."""
     if isinstance(value, (dict, list)):
         for key, each in value.items() if isinstance(value, dict) else enumerate(value):
             yield from flat(each, f"{path} > {key}".removeprefix(" > "))
-    yield path, f"{type(value).__name__} of {len(value)}" if isinstance(value, (dict, list)) else repr(value)
+    counted = f"{type(value).__name__} of {len(value)}" if isinstance(value, (dict, list)) else repr(value)
+    yield path, value if isinstance(value, Tensor) else counted
+
+
+def same(there: Any, here: Any) -> bool:
+    if not isinstance(there, Tensor) or not isinstance(here, Tensor):
+        return type(there) is type(here) and there == here
+    as_bytes = [x.contiguous().flatten().view(torch.uint8) for x in (there, here)]
+    return (there.dtype, there.shape) == (here.dtype, here.shape) and torch.equal(*as_bytes)
 
 
 def is_words(path: str) -> bool:
     return not WORDS.isdisjoint(path.split(" > "))
 
 
-def differing(other: Any, this: Any, words: bool = False) -> dict[str, tuple[str, str]]:
+def differing(other: Any, this: Any, words: bool = False) -> dict[str, tuple[Any, Any]]:
     """What differs, on both sides, by where it stands. ``words``: only words; else all but words."""
-    there, here = ({path: TIMES.sub("#", x) if words else x for path, x in flat(side)} for side in (other, this))
-    paths = [path for path in {**there, **here} if is_words(path) == words and there.get(path) != here.get(path)]
-    return {path: (there.get(path, "nothing"), here.get(path, "nothing")) for path in paths}
+    there, here = ({path: x for path, x in flat(side) if is_words(path) == words} for side in (other, this))
+    sides = {path: (there.get(path, "nothing"), here.get(path, "nothing")) for path in {**there, **here}}
+    if words:
+        sides = {path: (TIMES.sub("#", x), TIMES.sub("#", y)) for path, (x, y) in sides.items()}
+    return {path: both for path, both in sides.items() if not same(*both)}
+
+
+def shown(value: Any) -> str:
+    return f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else value
 
 
 def differences(other: Any, this: Any, words: bool = False) -> list[str]:
-    return [f"{path}: {there} there, {here} here" for path, (there, here) in differing(other, this, words).items()]
+    differ = {path: [shown(x) for x in both] for path, both in differing(other, this, words).items()}
+    return [f"{path}: {there} there, {here} here" for path, (there, here) in differ.items()]
 
 
-def values_of(shown: str, side: Path) -> Tensor | None:
-    """The tensor whose digest is shown, in float64; None if it is no digest."""
-    found = re.fullmatch(r"'torch\.(\w+) \[([\d, ]*)\] (\w{64})'", shown)
-    if found is None or not (side / found[3]).exists():
-        return None
-    data, sizes = (side / found[3]).read_bytes(), [int(size) for size in found[2].split(",") if size]
-    if not data:
-        return torch.zeros(sizes)
-    return torch.frombuffer(bytearray(data), dtype=getattr(torch, found[1])).view(sizes).double()
-
-
-def largest_difference(sides: Mapping[str, tuple[str, str]], folder: Path) -> list[str]:
+def largest_difference(sides: Mapping[str, tuple[Any, Any]]) -> list[str]:
     """How far the tensors are from each other that differ, and in which it is the most."""
     found: dict[str, float] = {}
-    for path, (there, here) in sides.items():
-        a, b = values_of(there, folder / "other.values"), values_of(here, folder / "this.values")
-        if a is not None and b is not None and a.shape == b.shape:
-            found[path] = (a - b).abs().nan_to_num(torch.inf).max().item()
+    for path, (a, b) in sides.items():
+        if isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape:
+            found[path] = (a.double() - b.double()).abs().nan_to_num(torch.inf).max().item()
     if not found:
         return []
     most = max(found, key=lambda path: found[path])
     return [f"{len(found)} tensors differ, by at most {found[most]:.3g} ({most})"]
 
 
-def problems_of(other: Result, this: Result, folder: Path) -> list[str]:
+def problems_of(other: Result, this: Result) -> list[str]:
     failed = [f"fails {where}: {x['fails']}" for where, x in (("there", other), ("here", this)) if "fails" in x]
-    return failed or largest_difference(differing(other, this), folder) + differences(other, this)
+    return failed or largest_difference(differing(other, this)) + differences(other, this)
 
 
 def shortened(problems: list[str]) -> str:
@@ -685,9 +661,9 @@ def main() -> None:
         return run_jobs(chosen.other, chosen.results, chosen.only)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name).resolve()
-        other = start(chosen.other.resolve(), folder / "other.json", chosen.only)
-        this = start(chosen.this.resolve(), folder / "this.json", chosen.only)
-        wrong = {name: problems_of(result, this[name], folder) for name, result in other.items()}
+        other = start(chosen.other.resolve(), folder / "other.pt", chosen.only)
+        this = start(chosen.this.resolve(), folder / "this.pt", chosen.only)
+    wrong = {name: problems_of(result, this[name]) for name, result in other.items()}
     if not wrong:
         parser.error(f"no job has {chosen.only!r} in its name")
     wording = {name: differences(x, this[name], words=True) if chosen.words else [] for name, x in other.items()}
