@@ -260,24 +260,36 @@ def test_readme_figures_are_those_of_the_public_model():
     assert (ROOT / "docs/images/public_model.svg").is_file()
 
 
+@pytest.fixture
+def printed(run_script) -> Callable[..., str]:
+    """What a benchmark prints, which comes to its end."""
+
+    def call(*arguments: object) -> str:
+        ran = run_script(*arguments)
+        assert ran.code == 0, ran.err
+        return ran.out
+
+    return call
+
+
+def _cells(text: str) -> list[list[str]]:
+    """The rows of a table in what is printed."""
+    return [line.split("|")[1:-1] for line in text.splitlines() if line.startswith("|")][2:]
+
+
 @pytest.mark.slow
-def test_the_benchmark_of_smaller_models_prints_their_times(run_script):
-    ran = run_script("faster.py", "--width", 256, "--rounds", 1)
-    assert ran.code == 0, ran.err
-    rows = [line.split("|")[1:-1] for line in ran.out.splitlines() if line.startswith("|")][2:]
+def test_the_benchmark_of_smaller_models_prints_their_times(printed):
+    rows = _cells(printed("faster.py", "--width", 256, "--rounds", 1))
     shares = {title.strip(): int(share.strip(" %")) for title, share, *_ in rows}
     assert shares["a third of the blocks and half of the channels off"] < shares["half of the channels off"] < 100
     assert all(float(cell) > 0 for _, *cells in rows for cell in cells[1:])
 
 
 @pytest.mark.slow
-def test_the_benchmark_of_budgets_prints_a_table(run_script):
+def test_the_benchmark_of_budgets_prints_a_table(printed):
     few = ("--samples", 2, "--windows", 1, "--draws", 0, "--recipes", "sparsegpt", "--levels", 50, "--hardware")
-    ran = run_script("budget.py", *few)
-    assert ran.code == 0, ran.err
-    _, _, *rows = [line for line in ran.out.splitlines() if line.startswith("|")]
-    for row in rows:
-        assert all(float(cell) > 0 for cell in row.split("|")[4:6])
+    rows = _cells(printed("budget.py", *few))
+    assert all(float(cell) > 0 for row in rows for cell in row[3:5])
     assert len(rows) == 3
 
 
@@ -290,31 +302,25 @@ def test_the_benchmark_of_budgets_prints_a_table(run_script):
         ("public_model.py", "--draws"),
     ],
 )
-def test_benchmarks_start(run_script, script, option):
+def test_benchmarks_start(printed, script, option):
     """They take the others' environments or long to run; the options show that they and what they import are whole."""
-    ran = run_script(script, "--help")
-    assert ran.code == 0, ran.err
-    assert option in ran.out
+    assert option in printed(script, "--help")
 
 
 @pytest.mark.slow
-def test_a_vision_transformer_comes_closer_with_quality(run_script, tmp_path):
+def test_a_vision_transformer_comes_closer_with_quality(printed, tmp_path):
     """On a few images: trained, pruned and measured by the two scripts."""
-    ran = run_script("train_model.py", "vit", "--epochs", 1, "--images", 512, "--out", tmp_path)
-    assert ran.code == 0, ran.err
+    printed("train_model.py", "vit", "--epochs", 1, "--images", 512, "--out", tmp_path)
     few = ("--calibration", 64, "--held-out", 64, "--methods", "wanda,quality=balanced")
-    ran = run_script("accuracy_vit.py", "--model", tmp_path, *few)
-    assert ran.code == 0, ran.err
-    rows = dict(re.findall(r"^\| (\S+) \| \S+ \| ([\d.]+) \|", ran.out, re.MULTILINE))
+    rows = {row[0].strip(): row[2] for row in _cells(printed("accuracy_vit.py", "--model", tmp_path, *few))}
     assert float(rows["quality=balanced"]) < float(rows["wanda"])
 
 
 @pytest.mark.slow
-def test_the_speed_benchmark_times_every_stage(run_script, tmp_path):
+def test_the_speed_benchmark_times_every_stage(printed, tmp_path):
     """On a tiny model: each stage took time, no more than all of them, and the Gram matrices that it timed are those of
     the model's four inputs per block, whose first is left early."""
-    ran = run_script("solve_speed.py", "--device", "cpu", "--tiny", "--layers", 2, "--out", tmp_path / "a.json")
-    assert ran.code == 0, ran.err
+    said = printed("solve_speed.py", "--device", "cpu", "--tiny", "--layers", 2, "--out", tmp_path / "a.json")
     found = json.loads((tmp_path / "a.json").read_text(encoding="utf-8"))
     stages = ["forward", "gram", "factorize", "solve", "polish"]
     assert list(found["seconds"]) == [*stages, "other"]
@@ -324,7 +330,7 @@ def test_the_speed_benchmark_times_every_stage(run_script, tmp_path):
     assert found["seconds"]["other"] > 0
     hidden, wide = found["model"]["hidden_size"], found["model"]["intermediate_size"]
     assert found["gram_operations"] == 2 * 2 * found["tokens"] * (3 * hidden**2 + wide**2)
-    assert [row.split("|")[1].strip() for row in ran.out.splitlines()[2:9]] == [*stages, "other", "all"]
+    assert [row.split("|")[1].strip() for row in said.splitlines()[2:9]] == [*stages, "other", "all"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

@@ -1,28 +1,11 @@
 """examples/vision.py on a small model: the order of its rows is that of docs/vision.md, and the zeros are exact."""
 
 import re
-import runpy
-import sys
 
 import pytest
 
-from tests.helpers import ROOT
-
+SCRIPT = "../vision.py"
 SMALL = ("--width", 16, "--images", 2048, "--steps", 200, "--fine-tune", 60, "--calibration", 256, "--held-out", 1024)
-
-
-@pytest.fixture
-def script(monkeypatch, capsys):
-    """The script with these arguments, in this process -> what it prints."""
-
-    def call(*arguments: object) -> str:
-        path = str(ROOT / "examples" / "vision.py")
-        monkeypatch.setattr(sys, "argv", [path, *map(str, arguments)])
-        monkeypatch.setattr(sys, "path", [*sys.path])  # to which it adds
-        runpy.run_path(path, run_name="__main__")
-        return capsys.readouterr().out
-
-    return call
 
 
 def _rows(printed: str) -> dict[str, tuple[float, str]]:
@@ -32,10 +15,10 @@ def _rows(printed: str) -> dict[str, tuple[float, str]]:
 
 
 @pytest.mark.slow
-def test_fine_tuning_brings_back_what_pruning_has_cost(script, tmp_path):
+def test_fine_tuning_brings_back_what_pruning_has_cost(run_script, tmp_path):
     """A CNN learns, loses by pruning, and gains by fine-tuning with half of its weights held at zero."""
     out = tmp_path / "cnn"
-    printed = script("--model", "cnn", "--methods", "magnitude", *SMALL, "--out", out)
+    printed = run_script(SCRIPT, "--model", "cnn", "--methods", "magnitude", *SMALL, "--out", out).out
     rows = _rows(printed)
     dense, pruned, tuned = (rows[name] for name in ("dense", "2:4 by magnitude", "the last, 60 steps later"))
     assert [zeros for _, zeros in (dense, pruned, tuned)] == ["0.00%", "50.00%", "50.00%"]
@@ -47,10 +30,10 @@ def test_fine_tuning_brings_back_what_pruning_has_cost(script, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_vision_transformer_keeps_its_zeros(script):
+def test_a_vision_transformer_keeps_its_zeros(run_script):
     """So short a training teaches it next to nothing: it is no worse fine-tuned, within what 512 images tell apart."""
     few = ("--width", 16, "--images", 512, "--steps", 60, "--fine-tune", 20, "--calibration", 256, "--held-out", 512)
-    printed = script("--methods", "sparsegpt", *few)
+    printed = run_script(SCRIPT, "--methods", "sparsegpt", *few).out
     rows = _rows(printed)
     pruned, tuned = rows["2:4 by sparsegpt"], rows["the last, 20 steps later"]
     assert (pruned[1], tuned[1]) == ("50.00%", "50.00%")

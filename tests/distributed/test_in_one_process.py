@@ -3,7 +3,6 @@
 from dataclasses import replace
 from typing import Any
 
-import pytest
 import torch
 
 import modelopt_sparse as mts
@@ -12,17 +11,14 @@ from modelopt_sparse.distributed import Processes, count_processes
 from modelopt_sparse.plan.plan import LayerPlan, checksum
 from modelopt_sparse.plan.planner import make_plan
 from modelopt_sparse.solving.share import assign_owners
-from tests.helpers import calibrated_run, tiny_llama, token_batches
+from tests.helpers import calibrated_run, refused, tiny_llama, token_batches
 from tests.models import expert_models
 
 
 def test_working_together_without_a_group_is_refused():
-    with pytest.raises(ValueError, match=r"distributed=True needs a process group: start with torchrun"):
-        mts.sparsify(tiny_llama(), "magnitude", distributed=True)
-    with pytest.raises(ValueError, match=r"distributed='yes': must be True, False or None"):
-        mts.sparsify(tiny_llama(), "magnitude", {"distributed": "yes"})
-    with pytest.raises(ValueError, match=r"distributed=0: must be True, False or None"):
-        count_processes(0)  # type: ignore[arg-type]  # what users may give
+    refused(mts.sparsify, tiny_llama(), "magnitude", distributed=True, match="needs a process group: start with torchr")
+    refused(mts.sparsify, tiny_llama(), "magnitude", distributed="yes", match="'yes': must be True, False or None")
+    refused(count_processes, 0, match="distributed=0: must be True, False or None")
     assert count_processes(None) == count_processes(False) == 1
 
 
@@ -45,11 +41,12 @@ def test_one_line_says_which_rank_failed_and_why(monkeypatch):
 
     monkeypatch.setattr(distributed.dist, "all_gather_object", gathered)
     others = [("statistics", None), ("stopped: OSError: the disk is full", None)]
-    with pytest.raises(distributed.RankError, match=r"^rank 2 stopped: OSError: the disk is full$"):
-        Processes(0, 3, "a group").all_gather("statistics")
+    of_three, of_two = Processes(0, 3, "a group"), Processes(0, 2, "a group")
+    stopped = r"^rank 2 stopped: OSError: the disk is full$"
+    refused(of_three.all_gather, "statistics", match=stopped, error=distributed.RankError)
     others = [("text", None)]
-    with pytest.raises(distributed.RankError, match=r"the same \(rank 0: statistics; rank 1: text\): make the"):
-        Processes(0, 2, "a group").all_gather("statistics")
+    unlike = r"the same \(rank 0: statistics; rank 1: text\): make the"
+    refused(of_two.all_gather, "statistics", match=unlike, error=distributed.RankError)
 
 
 Shares = dict[str, dict[range, int]]
