@@ -16,7 +16,7 @@ from modelopt_sparse.checkpoint.folder import DESCRIPTION, MASKS
 from tests.checkpoint.folders import WEIGHT, change_config, change_tensors, relist, rewrite, scrambled, sparse
 from tests.faults.faulty import flip
 from tests.helpers import assert_bits, assert_same_state, refused, state_of, tiny_llama
-from tests.models.tiny import tiny_gpt2
+from tests.models.tiny import tiny_gpt2, tiny_mixtral
 
 
 def test_restore_onto_another_dtype(saved):
@@ -176,6 +176,24 @@ def test_everything_that_is_wrong_stands_in_one_error(broken):
         "\n- 'model.layers.1.mlp.up_proj.weight' has no place",
     ]
     refused(mts.restore, tiny_llama(num_hidden_layers=1), folder, parts=wrong)
+
+
+def test_names_that_differ_on_disk_and_what_does_not_fit(tmp_path):
+    """Of a mixture whose experts are single on disk. What is missing transformers would fill with random values."""
+    gate, folder = "model.layers.1.mlp.experts.gate_up_proj", tmp_path / "mixtral"
+    mts.save(mts.sparsify(tiny_mixtral(), "magnitude", pattern="2:4"), folder)
+    weights = folder / "model.safetensors"
+    assert gate not in load_file(weights)
+    for sizes, part in (
+        ({"num_hidden_layers": 3}, "'model.layers.2.mlp.experts.down_proj' of the model is not in"),
+        ({"num_hidden_layers": 1}, f"mask '{gate}' fits no parameter"),
+        ({"intermediate_size": 64}, "has shape [4, 96, 32] there and [4, 128, 32] in the model"),
+    ):
+        refused(mts.restore, tiny_mixtral(**sizes), folder, parts=[part])
+    gone = [name for name in load_file(weights) if name.startswith("model.layers.1.") and "experts" in name]
+    change_tensors(weights, lambda tensors: [tensors.pop(name) for name in gone])
+    refused(mts.restore, tiny_mixtral(), folder, parts=[f"'{gate}' of the model is not in the folder"])
+    refused(mts.load, folder, match=f"'{gate}' of the model is not in the folder")
 
 
 @pytest.mark.parametrize("make", [lambda path: path.mkdir(), lambda path: tiny_llama().save_pretrained(path)])

@@ -47,10 +47,6 @@ def pairs(folder: Path, model: nn.Module, **options: Any) -> tuple[Path, Path]:
     return folder / "plain", folder / "packed"
 
 
-def sparse_mixture(name: str) -> nn.Module:
-    return mts.sparsify(MIXTURES[name](), "magnitude", pattern="2:4", progress=False)
-
-
 @pytest.fixture
 def packed(saved, tmp_path) -> Callable[[str], Path]:
     """A packed copy of the folder of a sparse model, to be damaged."""
@@ -89,7 +85,8 @@ def test_saved_packed_unpacked(name, tmp_path):
     """`pack` of what `save` writes is what `save` writes packed, and `unpack` gives the first back, byte for byte. All
     that reads the plain folder reads the packed one alike."""
     options, name = ({"max_shard_size": "20KB"}, "llama") if name == "shards" else ({}, name)
-    model = sparse_mixture(name) if name in MIXTURES else sparse(name)
+    make = (MIXTURES | MODELS)[name]
+    model = mts.sparsify(make(), "magnitude", pattern="2:4", progress=False)
     plain, packed = pairs(tmp_path, model, **options)
     mts.pack(plain, tmp_path / "again")
     assert files_of(tmp_path / "again") == files_of(packed)
@@ -101,23 +98,17 @@ def test_saved_packed_unpacked(name, tmp_path):
     assert (describe(packed)["format_version"], describe(plain)["format_version"]) == (2, 1)
     sizes = [sum(path.stat().st_size for path in folder.glob("*model*.safetensors")) for folder in (plain, packed)]
     assert sizes[1] < sizes[0] or name == "net"  # which has fewer bytes than its header
-    assert_same_state(mts.restore((MIXTURES | MODELS)[name](), packed), state_of(model))
+    assert_same_state(mts.restore(make(), packed), state_of(model))
     assert mts.report(packed) == mts.report(plain)
+    if name in MIXTURES:  # on disk, an expert's rows, which lie together in the fused weight, are a matrix of their own
+        with safe_open(packed / PACKED, framework="pt") as file:
+            places = json.loads(file.metadata()["packed"])["places"]
+            assert not [key for key in file.keys() if key.endswith(".bits")]  # noqa: SIM118 - not a mapping
+        assert {place[0] for place in places.values()} == set(describe(packed)["masks"])
     if name != "net":
-        assert_same_state(mts.load(packed), state_of(mts.load(plain)))
+        for folder in (packed, plain):
+            assert_same_state(mts.load(folder), state_of(model))
         assert str(mts.verify(packed)) == str(mts.verify(plain))
-
-
-@pytest.mark.parametrize("name", MIXTURES)
-def test_the_bits_of_experts_are_those_of_the_mask_of_their_layer(name, tmp_path):
-    """Where the files hold an expert as matrices of its own, whose rows lie together in the fused weight."""
-    model = sparse_mixture(name)
-    _, packed = pairs(tmp_path, model)
-    with safe_open(packed / PACKED, framework="pt") as file:
-        places = json.loads(file.metadata()["packed"])["places"]
-        assert not [key for key in file.keys() if key.endswith(".bits")]  # noqa: SIM118 - not a mapping
-    assert {place[0] for place in places.values()} == set(describe(packed)["masks"])
-    assert_same_state(mts.load(packed), state_of(model))
 
 
 DTYPES = [
@@ -395,9 +386,7 @@ def test_a_value_that_is_not_pruned_may_be_zero(tmp_path):
     model = sparse("llama")
     mask = dict(mts.named_masks(model))[WEIGHT]
     with torch.no_grad():
-        first, second = mask.nonzero()[:2].tolist()
-        model.get_parameter(WEIGHT)[tuple(first)] = 0.0
-        model.get_parameter(WEIGHT)[tuple(second)] = -0.0
+        model.get_parameter(WEIGHT)[mask] *= torch.tensor([0.0, -0.0, 1.0, 1.0]).repeat(128)
     _, packed = pairs(tmp_path, model)
     assert len(load_file(packed / PACKED)[WEIGHT]) == int(mask.sum())
     assert_same_state(mts.load(packed), state_of(model))
@@ -440,17 +429,15 @@ def test_streaming_writes_packed_folders(name, tmp_path):
 def test_a_stopped_run_goes_on_packed(tmp_path):
     """Its blocks are packed already; started without packed it is refused."""
     source = dense(tmp_path / "dense", lambda: tiny_llama(num_hidden_layers=3))
-    options: dict[str, Any] = {"data_loader": token_batches(3), "progress": False}
-    with pytest.raises(KeyboardInterrupt):
-        mts.sparsify_checkpoint(source, tmp_path / "sparse", Stopping(10), packed=True, **options)
+    target, data = tmp_path / "sparse", {"data_loader": token_batches(3)}
+    refused(streamed, source, target, Stopping(10), packed=True, **data, error=KeyboardInterrupt)
     (shard,) = (tmp_path / "sparse.partial" / "folder").iterdir()
     assert shard.name == "packed.model-00002-of-00004.safetensors"
-    with pytest.raises(ValueError, match="packed: True there, None now"):
-        mts.sparsify_checkpoint(source, tmp_path / "sparse", Stopping(0), **options)
-    report = mts.sparsify_checkpoint(source, tmp_path / "sparse", Stopping(0), packed=True, **options)
+    refused(streamed, source, target, Stopping(0), **data, match="packed: True there, None now")
+    report = streamed(source, target, Stopping(0), packed=True, **data)
     assert report.notes == ["1 of 3 blocks were reused from a stopped run"]
-    mts.sparsify_checkpoint(source, tmp_path / "plain", Stopping(0), **options)
-    assert timeless(tmp_path / "sparse") == as_packed(tmp_path / "plain", tmp_path / "again")
+    streamed(source, tmp_path / "plain", Stopping(0), **data)
+    assert timeless(target) == as_packed(tmp_path / "plain", tmp_path / "again")
 
 
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
