@@ -1,6 +1,7 @@
 """Small models and data that several test files use."""
 
 import os
+import socket
 import subprocess
 import sys
 import weakref
@@ -133,6 +134,13 @@ def assert_bits(a: Tensor, b: Tensor) -> None:
     assert torch.equal(*as_bytes)
 
 
+def assert_equal(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> None:
+    """The same names, and the same bits."""
+    assert a.keys() == b.keys()
+    for name in a:
+        assert_bits(a[name], b[name])
+
+
 MASKS_ALIKE, NUMBERS_ALIKE = 0.99, 0.98  # of the places
 
 
@@ -203,6 +211,12 @@ def refused(
         changed = [key for key in {**before.look, **after.look} if before.look.get(key) != after.look.get(key)]
         assert not changed, changed
     return message
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
 
 
 def run_python(*arguments: object, timeout: float = 1500, **environment: str) -> subprocess.CompletedProcess[str]:

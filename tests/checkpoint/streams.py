@@ -16,7 +16,7 @@ import modelopt_sparse as mts
 from modelopt_sparse.checkpoint.streamed import Streamed
 from modelopt_sparse.methods.scores import Wanda
 from modelopt_sparse.model.hf import model_class
-from tests.helpers import assert_alike, assert_bits, token_batches
+from tests.helpers import assert_alike, assert_equal, token_batches
 from tests.models.tiny import VOCAB
 
 
@@ -57,10 +57,7 @@ def weights(folder: Path) -> dict[str, Tensor]:
 
 def assert_same_folders(one: Path, other: Path) -> None:
     """Equal tensors to the bit, under equal names; equal bytes of masks, equal configs; and both are whole."""
-    a, b = weights(one), weights(other)
-    assert a.keys() == b.keys()
-    for name in a:
-        assert_bits(a[name], b[name])
+    assert_equal(weights(one), weights(other))
     masks = "sparsity_masks.safetensors"
     assert (one / masks).read_bytes() == (other / masks).read_bytes()
     for name in ("config.json", "generation_config.json"):

@@ -25,7 +25,7 @@ from tests.checkpoint.folders import files_of
 from tests.checkpoint.streams import assert_same_folders, saved, weights
 from tests.faults import faulty
 from tests.faults.faulty import Runs
-from tests.helpers import TESTBED, refused, tiny_llama, token_batches
+from tests.helpers import TESTBED, assert_equal, refused, tiny_llama, token_batches
 
 HAS_FORK_AND_PROC = hasattr(os, "fork") and Path("/proc/self").exists()
 pytestmark = pytest.mark.skipif(not HAS_FORK_AND_PROC, reason="needs fork and /proc")
@@ -180,9 +180,10 @@ def test_killed_between_any_two_operations_on_files(world):
     world.check()
 
 
-@pytest.mark.parametrize(
-    "before", ["*/folder", "*/started.json", "*/writing/*/model.safetensors", "*/block-00000.json"]
-)
+AT_ITS_BEGINNING = ["*/folder", "*/started.json", "*/writing/*/model.safetensors", "*/block-00000.json"]
+
+
+@pytest.mark.parametrize("before", AT_ITS_BEGINNING)
 def test_killed_before_its_first_block_is_done_it_blocks_nothing(world, target, before):
     """A run that is started with something else takes its place, and nothing of the first is left in its folder."""
     world.ended("stream", world.given(target), files=str(target), at=before, fault=KILL, code=KILLED)
@@ -226,9 +227,7 @@ def assert_old_or_new_or_none(folder: Path, old: dict[str, bytes], world: World)
     if files_of(folder) == {name: content for name, content in old.items() if name != "sparsity.json"}:
         return "none"  # after the first step: all that is there is old
     if (folder / "config.json").exists():  # before the last step: all of it is new
-        found, new = weights(folder), weights(world.undisturbed()[0])
-        assert found.keys() == new.keys()
-        assert all(torch.equal(found[name], new[name]) for name in new)
+        assert_equal(weights(folder), weights(world.undisturbed()[0]))
         return "none"
     for pattern in (None, "2:4"):
         refused(mts.verify, folder, pattern, match=r"holds no config\.json|there is no report")

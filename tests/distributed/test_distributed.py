@@ -9,29 +9,18 @@ import re
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoTokenizer, PreTrainedModel
 
 import modelopt_sparse as mts
 from tests.distributed import ranks
-from tests.helpers import TESTBED, assert_alike, assert_bits, tiny_llama, trained_model
+from tests.helpers import TESTBED, assert_alike, assert_equal, tiny_llama, trained_model
 
 GROUPS = {"two": 2, "four": 4}
 
 
-def assert_equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
-    """The same names, and the same bits."""
-    assert a.keys() == b.keys()
-    for name in a:
-        assert_bits(a[name], b[name])
-
-
-SCENARIOS = [
-    *((group, scenario) for group in GROUPS for scenario in (ranks.methods, ranks.experts)),
-    ("two", ranks.modes),
-    ("two", ranks.architectures),
-    ("two", ranks.more_options),
-]
+SCENARIOS = [(group, scenario) for group in GROUPS for scenario in (ranks.methods, ranks.experts)]
+SCENARIOS += [("two", scenario) for scenario in (ranks.modes, ranks.architectures, ranks.more_options)]
 NAMES = [f"{group}-{scenario.__name__}" for group, scenario in SCENARIOS]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]  # the first test waits for all groups of processes
 
@@ -158,10 +147,11 @@ STREAMING = {"streaming": 2, "streaming in three": 3}
 DIED = "RankError: another process of this run died, left or did not come in time, as rank "
 
 
-@pytest.mark.parametrize(
-    ("group", "name"),
-    [*(("streaming", name) for name in ranks.STREAMED), *(("streaming in three", name) for name in ranks.OF_THREE)],
-)
+STREAMED = [("streaming", name) for name in ranks.STREAMED]
+STREAMED += [("streaming in three", name) for name in ranks.OF_THREE]
+
+
+@pytest.mark.parametrize(("group", "name"), STREAMED)
 def test_streaming_by_any_number_of_processes_writes_what_one_does(results, folder, group, name):
     """But for roundings; five batches go evenly into neither two nor three."""
     (alone,), (first, *others) = results("streaming alone", ranks.streamed), results(group, ranks.streamed)
