@@ -33,10 +33,6 @@ def docstrings(tree: ast.Module) -> Iterator[ast.stmt]:
             yield node.body[0]
 
 
-def code_lines(text: str) -> int:
-    return len(lines_of_code(text))
-
-
 def lines_of_code(text: str) -> set[int]:
     """The numbers of the lines that hold more than a comment or a docstring."""
     tokens = [token for token in tokenize.generate_tokens(io.StringIO(text).readline) if token.type not in NO_CODE]
@@ -120,7 +116,7 @@ def main() -> None:
     parser.add_argument("--package", type=Path, default=default, help="default: the one beside this file's folder")
     package = parser.parse_args().package.resolve()
     texts = {file.relative_to(package).as_posix(): file.read_text("utf-8") for file in sorted(package.rglob("*.py"))}
-    lines = {name: code_lines(text) for name, text in texts.items()}
+    lines = {name: len(lines_of_code(text)) for name, text in texts.items()}
     folders: Counter[str] = Counter()
     for name, count in lines.items():
         folders[name.rpartition("/")[0] or "."] += count

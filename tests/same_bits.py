@@ -603,14 +603,11 @@ def same(there: Any, here: Any) -> bool:
     return (there.dtype, there.shape) == (here.dtype, here.shape) and torch.equal(*as_bytes)
 
 
-def is_words(path: str) -> bool:
-    return not WORDS.isdisjoint(path.split(" > "))
-
-
 def differing(other: Any, this: Any, words: bool = False) -> dict[str, tuple[Any, Any]]:
     """What differs, on both sides, by where it stands. ``words``: only words; else all but words."""
-    there, here = ({path: x for path, x in flat(side) if is_words(path) == words} for side in (other, this))
-    sides = {path: (there.get(path, "nothing"), here.get(path, "nothing")) for path in {**there, **here}}
+    there, here = dict(flat(other)), dict(flat(this))
+    paths = [path for path in {**there, **here} if WORDS.isdisjoint(path.split(" > ")) != words]
+    sides = {path: (there.get(path, "nothing"), here.get(path, "nothing")) for path in paths}
     if words:
         sides = {path: (TIMES.sub("#", x), TIMES.sub("#", y)) for path, (x, y) in sides.items()}
     return {path: both for path, both in sides.items() if not same(*both)}

@@ -7,20 +7,19 @@ from torch import nn
 import modelopt_sparse as mts
 from modelopt_sparse.checks import LONGEST, Yaml, check_number, check_whole, read_yaml, shown
 
+REFUSED = [
+    (check_whole, 1, (2,), "x=1: must be a whole number of at least 2"),
+    (check_number, 0, ("(0, 1]",), r"x=0: must be a number in (0, 1]"),
+    (check_number, 1.5, ("(0, 1]",), r"x=1.5: must be a number in (0, 1]"),
+    (check_number, 1, ("[0, 1)",), r"x=1: must be a number in [0, 1)"),
+    (check_number, -0.1, ("[0, 1)",), r"x=-0.1: must be a number in [0, 1)"),
+    (check_number, float("nan"), ("[0, 1]",), r"x=nan: must be a number in [0, 1]"),
+    (check_number, True, ("[0, 1]",), r"x=True: must be a number in [0, 1]"),
+    (check_number, None, ("[0, 1]",), r"x=None: must be a number in [0, 1]"),
+]
 
-@pytest.mark.parametrize(
-    ("check", "value", "more", "message"),
-    [
-        (check_whole, 1, (2,), "x=1: must be a whole number of at least 2"),
-        (check_number, 0, ("(0, 1]",), r"x=0: must be a number in (0, 1]"),
-        (check_number, 1.5, ("(0, 1]",), r"x=1.5: must be a number in (0, 1]"),
-        (check_number, 1, ("[0, 1)",), r"x=1: must be a number in [0, 1)"),
-        (check_number, -0.1, ("[0, 1)",), r"x=-0.1: must be a number in [0, 1)"),
-        (check_number, float("nan"), ("[0, 1]",), r"x=nan: must be a number in [0, 1]"),
-        (check_number, True, ("[0, 1]",), r"x=True: must be a number in [0, 1]"),
-        (check_number, None, ("[0, 1]",), r"x=None: must be a number in [0, 1]"),
-    ],
-)
+
+@pytest.mark.parametrize(("check", "value", "more", "message"), REFUSED)
 def test_a_value_that_is_refused(check, value, more, message):
     with pytest.raises(ValueError, match=r"^x=") as caught:
         check("x", value, *more)
@@ -33,31 +32,26 @@ def test_values_that_are_accepted():
     check_number("x", 0.5, "(0, 1)")
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("2:4", "2:4"),  # 124 in YAML 1.1
-        ("8:16", "8:16"),
-        ("50%", "50%"),
-        ("0.5", 0.5),
-        (".5", 0.5),
-        ("1e-2", 0.01),  # text in YAML 1.1
-        ("1.5e+3", 1500.0),
-        ("12", 12),
-        ("-3", -3),
-        ("0", 0),
-        ("true", True),
-        ("False", False),
-        ("null", None),
-        ("~", None),
-        ("", None),
-        ("none", "none"),
-        ("yes", "yes"),
-        ("2026-01-02", "2026-01-02"),
-        ("[2:4, 1e-2, {a: 4:8}]", ["2:4", 0.01, {"a": "4:8"}]),
-        ("'12'", "12"),
-    ],
-)
+PLAIN = [
+    *((text, text) for text in ("2:4", "8:16", "50%", "none", "yes", "2026-01-02")),  # of 2:4 YAML 1.1 makes 124
+    ("0.5", 0.5),
+    (".5", 0.5),
+    ("1e-2", 0.01),  # text in YAML 1.1
+    ("1.5e+3", 1500.0),
+    ("12", 12),
+    ("-3", -3),
+    ("0", 0),
+    ("true", True),
+    ("False", False),
+    ("null", None),
+    ("~", None),
+    ("", None),
+    ("[2:4, 1e-2, {a: 4:8}]", ["2:4", 0.01, {"a": "4:8"}]),
+    ("'12'", "12"),
+]
+
+
+@pytest.mark.parametrize(("text", "value"), PLAIN)
 def test_plain_yaml_values(text, value):
     found = yaml.load(text, Yaml)
     assert found == value

@@ -38,9 +38,8 @@ def _executed(folder: Path, *more: str) -> Any:
     (folder / "examples").symlink_to(ROOT / "examples")
     notebook = nbformat.read(NOTEBOOK, 4)
     notebook.cells += [nbformat.v4.new_code_cell(text) for text in more]
-    client = nbclient.NotebookClient(
-        notebook, timeout=500, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
-    )
+    place = {"metadata": {"path": str(folder)}}
+    client = nbclient.NotebookClient(notebook, timeout=500, kernel_name="python3", resources=place)
     client.execute(env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)})
     return notebook
 

@@ -11,9 +11,8 @@ import pytest
 
 import modelopt_sparse as mts
 from modelopt_sparse import training
-from tests.helpers import run_python
+from tests.helpers import ROOT, run_python
 
-ROOT = Path(__file__).parent.parent
 NEEDED = ("sphinx", "myst_parser", "furo")
 MISSING = [name for name in NEEDED if importlib.util.find_spec(name) is None]
 

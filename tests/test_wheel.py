@@ -36,9 +36,8 @@ def test_a_wheel_works_outside_of_the_checkout(tmp_path):
     work = tmp_path / "work"
     work.mkdir()
     environment = {**os.environ, "PYTHONPATH": str(installed)}
-    ran = subprocess.run(
-        [sys.executable, "-c", SCRIPT], cwd=work, env=environment, capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, "-c", SCRIPT]
+    ran = subprocess.run(command, cwd=work, env=environment, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.strip().startswith(str(installed))
     assert (work / "report.html").stat().st_size > 1_000_000
