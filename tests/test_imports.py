@@ -28,16 +28,16 @@ def heavy(modules: str) -> set[str]:
 # the command line -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "shown"),
-    [
-        ("--help", 0, "Exit codes: 0 done"),
-        ("--version", 0, f"modelopt-sparse {mts.__version__}"),
-        ("sparsify --help", 0, "Make MODEL sparse"),
-        ("sparse-ift --help", 0, "wide, parallel"),
-        ("plan", commands.WRONG_INPUT, "Missing argument 'MODEL'"),
-    ],
-)
+TEXTS = [
+    ("--help", 0, "Exit codes: 0 done"),
+    ("--version", 0, f"modelopt-sparse {mts.__version__}"),
+    ("sparsify --help", 0, "Make MODEL sparse"),
+    ("sparse-ift --help", 0, "wide, parallel"),
+    ("plan", commands.WRONG_INPUT, "Missing argument 'MODEL'"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "code", "shown"), TEXTS)
 def test_texts_need_no_torch(arguments, code, shown):
     done = run_python("-c", COMMAND, *arguments.split())
     assert done.returncode == code, done.stderr
@@ -51,13 +51,8 @@ def test_texts_need_no_torch(arguments, code, shown):
 @pytest.mark.parametrize(("typed", "offered"), [("sp", "sparsify"), ("sparsify --qual", "--quality")])
 def test_completion_needs_no_torch(typed, offered):
     words = f"modelopt-sparse {typed}"
-    done = run_python(
-        "-c",
-        "import sys\nsys.argv = ['modelopt-sparse']\n" + COMMAND,
-        _MODELOPT_SPARSE_COMPLETE="complete_bash",
-        COMP_WORDS=words,
-        COMP_CWORD=str(words.count(" ")),
-    )
+    asked = {"_MODELOPT_SPARSE_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+    done = run_python("-c", "import sys\nsys.argv = ['modelopt-sparse']\n" + COMMAND, **asked)
     assert offered in done.stdout.split()
     assert heavy(done.stderr.splitlines()[-1]) == set()
 

@@ -93,22 +93,19 @@ def test_methods_see_no_module(path):
     assert not {name for name in read if within(name, "torch.nn", "nn")}
 
 
-@pytest.mark.parametrize(
-    ("package", "owner"),
-    [
-        ("torch.distributed", "distributed.py"),
-        ("accelerate.hooks", "model/devices.py"),
-        ("triton", "methods/sweep_triton.py"),
-    ],
-)
-def test_only_one_file_imports(package, owner):
+OWNERS = {"torch.distributed": "distributed.py", "accelerate.hooks": "model/devices.py"}
+OWNERS |= {"triton": "methods/sweep_triton.py"}
+
+
+@pytest.mark.parametrize("package", OWNERS)
+def test_only_one_file_imports(package):
     users = {
         name
         for path, name in zip(SOURCES, NAMES)
         if any(within(item, package) for item in imports(path))
         or any(within(dotted(node), package) for node in ast.walk(tree(path)) if isinstance(node, ast.Attribute))
     }
-    assert users == {owner}
+    assert users == {OWNERS[package]}
 
 
 def test_third_party_imports_are_declared():
@@ -221,16 +218,13 @@ ALLOWED = {
 
 
 def test_no_parameter_field_or_local_is_a_riddle():
-    names = set()
-    for path, name in zip(SOURCES, NAMES):
+    riddles = set()
+    for path, file in zip(SOURCES, NAMES):
         for node in ast.walk(tree(path)):
-            if isinstance(node, ast.arg):
-                names.add((name, node.arg))
-            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                names.add((name, node.id))
-            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-                names.add((name, node.attr))
-    assert {(file, name) for file, name in names if name in RIDDLES} == set(ALLOWED)
+            stored = isinstance(node, ast.arg) or isinstance(getattr(node, "ctx", None), ast.Store)
+            names = {getattr(node, field, None) for field in ("arg", "id", "attr")} if stored else set()
+            riddles |= {(file, name) for name in names & RIDDLES}
+    assert riddles == set(ALLOWED)
 
 
 def test_one_file_knows_how_accelerate_leaves_its_hooks():
@@ -241,9 +235,7 @@ def test_one_file_knows_how_accelerate_leaves_its_hooks():
 # sizes --------------------------------------------------------------------------------------------------------------
 
 # functions of more than 60 lines, and why
-LONG = {
-    ("checkpoint/stream.py", "sparsify_checkpoint"): "half of it is its docstring and its parameters",
-}
+LONG = {("checkpoint/stream.py", "sparsify_checkpoint"): "half of it is its docstring and its parameters"}
 
 
 def test_no_function_is_longer_than_a_screen():
@@ -370,16 +362,16 @@ MOVING = {"permute": True, "reconstruct": {"epochs": 1, "masks": "move"}}
 TUNED = ("reconstruct", "tune", "_take_step", "step", "step", "mask")
 
 
-@pytest.mark.parametrize(
-    ("method", "options", "ways"),
-    [
-        ("magnitude", {}, {WAY}),
-        ("ria", {"pattern": "50%"}, {WAY}),
-        *(("wanda", {"sequential": sequential}, {WAY}) for sequential in ("block", "stage", "none")),
-        # its sweep over the columns chooses each group; masks that move are chosen again in each step
-        ("sparsegpt", MOVING, {(*WAY, "eliminate"), (*WAY[:3], *TUNED)}),
-    ],
-)
+WAYS = [
+    ("magnitude", {}, {WAY}),
+    ("ria", {"pattern": "50%"}, {WAY}),
+    *(("wanda", {"sequential": sequential}, {WAY}) for sequential in ("block", "stage", "none")),
+    # its sweep over the columns chooses each group; masks that move are chosen again in each step
+    ("sparsegpt", MOVING, {(*WAY, "eliminate"), (*WAY[:3], *TUNED)}),
+]
+
+
+@pytest.mark.parametrize(("method", "options", "ways"), WAYS)
 def test_the_way_to_the_mask_is_a_straight_line(monkeypatch, method, options, ways):
     """Run, block, layer, method, pattern: calls, not yields; the only generator is the one of solved layers."""
     cls = Unstructured if "pattern" in options else NM

@@ -24,21 +24,21 @@ from tests.runtime.unpacking import Unpacking, chain, packed_by, place_for, prun
 LAYER, MASKED = chain(pruned(32, 64)), mts.sparsify(tiny_llama(), "magnitude", progress=False)
 
 
-@pytest.mark.parametrize(
-    ("model", "options", "wrong"),
-    [
-        (LAYER, {}, r'this Sequential is on cpu: move it with model.to\("cuda"\) first'),
-        (MASKED, {}, r"14 weights are held by masks .*modelopt_sparse.export\(model\) first"),
-        (LAYER, {"tunes": 1}, r"option 'tunes' is not known, did you mean 'tune'\?; allowed are"),
-        (LAYER, {"tune": ()}, r"tune=\(\): give token counts from 1"),
-        (LAYER, {"tune": (1, 0)}, r"tune=\(1, 0\): give token counts from 1"),
-        (LAYER, {"tune": "64"}, r"tune=\('64',\): give token counts from 1"),
-        (LAYER, {"tune": True}, r"tune=\(True,\): give token counts"),
-        (LAYER, {"min_speedup": 0}, r"min_speedup=0: must be a number in \(0, inf\]"),
-        (LAYER, {"strict": "no"}, "strict='no': must be True or False"),
-        (LAYER, {"backend": "triton"}, "backend='triton': allowed are 'cusparselt', 'cutlass'"),
-    ],
-)
+REFUSED = [
+    (LAYER, {}, r'this Sequential is on cpu: move it with model.to\("cuda"\) first'),
+    (MASKED, {}, r"14 weights are held by masks .*modelopt_sparse.export\(model\) first"),
+    (LAYER, {"tunes": 1}, r"option 'tunes' is not known, did you mean 'tune'\?; allowed are"),
+    (LAYER, {"tune": ()}, r"tune=\(\): give token counts from 1"),
+    (LAYER, {"tune": (1, 0)}, r"tune=\(1, 0\): give token counts from 1"),
+    (LAYER, {"tune": "64"}, r"tune=\('64',\): give token counts from 1"),
+    (LAYER, {"tune": True}, r"tune=\(True,\): give token counts"),
+    (LAYER, {"min_speedup": 0}, r"min_speedup=0: must be a number in \(0, inf\]"),
+    (LAYER, {"strict": "no"}, "strict='no': must be True or False"),
+    (LAYER, {"backend": "triton"}, "backend='triton': allowed are 'cusparselt', 'cutlass'"),
+]
+
+
+@pytest.mark.parametrize(("model", "options", "wrong"), REFUSED)
 def test_the_cpu_masks_and_wrong_options_are_refused(model, options, wrong):
     refused(mts.to_semi_structured, model, match=wrong, **options)
 
@@ -46,9 +46,8 @@ def test_the_cpu_masks_and_wrong_options_are_refused(model, options, wrong):
 def test_the_page_lists_every_option_with_its_default():
     page = (ROOT / "docs" / "semi-structured.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(\w+)` \| (.+?) \|", page, re.MULTILINE)
-    assert {name: value.strip("`").replace('"', "") for name, value in rows} == {
-        item.name: str(item.default) for item in fields(Settings)
-    }
+    listed = {name: value.strip("`").replace('"', "") for name, value in rows}
+    assert listed == {item.name: str(item.default) for item in fields(Settings)}
 
 
 class Doubling(nn.Linear):
@@ -57,24 +56,23 @@ class Doubling(nn.Linear):
 
 
 def test_every_layer_left_dense_has_its_reason(backend):
-    model = nn.ModuleDict(
-        {
-            "good": pruned(32, 64),
-            "dense": nn.Linear(64, 32, dtype=torch.bfloat16),
-            "wide": pruned(32, 64, torch.float32),
-            "narrow": pruned(16, 64),
-            "bias": pruned(32, 64),
-            "own": Doubling(64, 32, dtype=torch.bfloat16),
-            "conv": nn.Conv1d(64, 32, 1, dtype=torch.bfloat16),
-            "words": nn.Embedding(32, 64, dtype=torch.bfloat16),
-            "head": pruned(32, 64, seed=1),
-            "twin": pruned(32, 64, seed=2),
-            "replaced": pruned(32, 64),
-            "left": pruned(32, 64),
-            "marked": pruned(32, 64),
-            "fast": nn.TransformerEncoderLayer(64, 1, 64, dtype=torch.bfloat16),
-        }
-    )
+    layers = {
+        "good": pruned(32, 64),
+        "dense": nn.Linear(64, 32, dtype=torch.bfloat16),
+        "wide": pruned(32, 64, torch.float32),
+        "narrow": pruned(16, 64),
+        "bias": pruned(32, 64),
+        "own": Doubling(64, 32, dtype=torch.bfloat16),
+        "conv": nn.Conv1d(64, 32, 1, dtype=torch.bfloat16),
+        "words": nn.Embedding(32, 64, dtype=torch.bfloat16),
+        "head": pruned(32, 64, seed=1),
+        "twin": pruned(32, 64, seed=2),
+        "replaced": pruned(32, 64),
+        "left": pruned(32, 64),
+        "marked": pruned(32, 64),
+        "fast": nn.TransformerEncoderLayer(64, 1, 64, dtype=torch.bfloat16),
+    }
+    model = nn.ModuleDict(layers)
     model["bias"].bias = nn.Parameter(torch.zeros(32))
     model["head"].weight = model["words"].weight
     model["tied"] = pruned(32, 64)
@@ -105,9 +103,10 @@ def test_every_layer_left_dense_has_its_reason(backend):
     assert (entry.dense_bytes, entry.bytes) == (4096, 2304)
 
 
-@pytest.mark.parametrize(
-    ("model", "names"), [(pruned(32, 64), ["weight"]), (chain(*[pruned(64, 64)] * 2), ["0"])], ids=["Linear", "shared"]
-)
+ONCE = {"Linear": (pruned(32, 64), ["weight"]), "shared": (chain(*[pruned(64, 64)] * 2), ["0"])}
+
+
+@pytest.mark.parametrize(("model", "names"), ONCE.values(), ids=ONCE)
 def test_what_is_packed_once(backend, model, names):
     """A Linear that is the model, and a module in two places."""
     packed_by(backend, model)
@@ -233,9 +232,8 @@ def test_negative_zeros_are_told_and_that_nothing_was_timed(backend):
     report = mts.semi_structured_report(packed_by(backend, model))
     assert report.layers[0].notes == ("2 weights were -0.0 and are +0.0 now",)
     assert_bits(model[0].unpacked()[0, :4], torch.tensor([0.0, 1.0, 0.0, -2.0]).bfloat16())
-    assert str(report).endswith(
-        "Not timed: 2:4 may be many times slower here. Name the token counts that matter with tune=."
-    )
+    not_timed = "Not timed: 2:4 may be many times slower here. Name the token counts that matter with tune=."
+    assert str(report).endswith(not_timed)
 
 
 @pytest.fixture(scope="module")

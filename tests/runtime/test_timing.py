@@ -19,10 +19,10 @@ from tests.helpers import refused
 from tests.runtime.stopwatch import FAST, OTHER, TABLE, Stopwatch
 from tests.runtime.unpacking import Unpacking, chain, packed_by, place_for, pruned, reasons
 
+SPEEDUPS = [((1.0501, 1.0501), ""), ((1.6, 1.049), "64"), ((0.5, 1.9), "1"), ((0.5, 0.9), "1, 64")]
 
-@pytest.mark.parametrize(
-    ("speedups", "lost"), [((1.0501, 1.0501), ""), ((1.6, 1.049), "64"), ((0.5, 1.9), "1"), ((0.5, 0.9), "1, 64")]
-)
+
+@pytest.mark.parametrize(("speedups", "lost"), SPEEDUPS)
 def test_the_rule(backend, blas, speedups, lost):
     """2:4 must win at every count; a layer where it does not stays as it is, and that is no error."""
     dense = {(tokens, library): 1e-6 for tokens in (1, 64) for library in ("cublas", "cublaslt")}
