@@ -29,6 +29,7 @@ MINE = ("notes.txt", "model_ema.safetensors", "model-old.safetensors", "model.fp
 
 
 SHARDS: dict[str, Any] = {"max_shard_size": "20KB"}
+PACKED: dict[str, Any] = {"packed": True, **SHARDS}
 
 
 def test_saving_over_a_folder_leaves_only_the_new_model(tmp_path):
@@ -39,13 +40,7 @@ def test_saving_over_a_folder_leaves_only_the_new_model(tmp_path):
     out.mkdir()
     for name in MINE:
         (out / name).write_text("mine")
-    for model, options in (
-        (first, {}),
-        (second, SHARDS),
-        (first, {}),
-        (second, {"packed": True, **SHARDS}),
-        (first, {}),
-    ):
+    for model, options in ((first, {}), (second, SHARDS), (first, {}), (second, PACKED), (first, {})):
         mts.save(model, out, overwrite=True, **options)
         written = {path.name for path in out.glob("*model*")} - {*MINE}
         assert (written == {"model.safetensors"}) == (not options)

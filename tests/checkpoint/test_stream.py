@@ -22,7 +22,7 @@ from modelopt_sparse.checkpoint.streamed import spilled, write_index
 from modelopt_sparse.model import hf
 from modelopt_sparse.plan.options import QUALITIES
 from tests.checkpoint.streams import assert_same_folders, batches, blocks_in_memory, in_memory, saved, streamed
-from tests.helpers import assert_bits, refused, run_python, tiny_llama
+from tests.helpers import assert_bits, assert_same_state, refused, run_python, state_of, tiny_llama
 from tests.models.tiny import tiny_gpt2, tiny_mixtral, tiny_qwen, tiny_t5, tiny_yolos
 
 pytestmark = pytest.mark.core
@@ -64,8 +64,7 @@ def test_best_is_that_of_memory_without_text_of_its_own_metric_and_distillation(
     plain = {**QUALITIES["best"].options["reconstruct"], "metric": "plain"}
     alone = {"self_data": 0, "distill": None, "reconstruct": plain}
     model = mts.sparsify(MODELS["llama"](), quality="best", progress=False, **alone, **options)
-    for name, weight in mts.load(tmp_path / "out").named_parameters():
-        assert_bits(weight, model.get_parameter(name))
+    assert_same_state(mts.load(tmp_path / "out"), state_of(model))
     ways = [(block.error_before, block.error_after, block.way) for block in report.blocks]
     assert ways == [(block.error_before, block.error_after, block.way) for block in mts.report(model).blocks]
     assert {way.partition(", ")[2] for *_, way in ways} == {"masks frozen, plain metric"}
@@ -132,9 +131,8 @@ def test_streaming_gives_the_bits_of_the_model_in_memory(tmp_path, case):
     assert (len(list(source.glob("*.safetensors"))) > 2) == ("max_shard_size" in how)
     data = {} if options["method"] == "magnitude" else {"data_loader": batches(name)}
     report, other = assert_streamed_as_in_memory(source, tmp_path, **options, **data)
-    assert [(x.name, x.recipe, x.zeros, x.error, x.tokens) for x in report.layers] == [
-        (x.name, x.recipe, x.zeros, x.error, x.tokens) for x in other.layers
-    ]
+    for x, y in zip(report.layers, other.layers, strict=True):
+        assert (x.name, x.recipe, x.zeros, x.error, x.tokens) == (y.name, y.recipe, y.zeros, y.error, y.tokens)
     assert [(x.name, x.error_after) for x in report.blocks] == [(x.name, x.error_after) for x in other.blocks]
     assert report.calibration == other.calibration
     assert mts.report(tmp_path / "streamed").as_dict() == report.as_dict()
@@ -333,21 +331,25 @@ def test_the_index_is_the_one_that_transformers_writes(tmp_path):
 # the benchmark --------------------------------------------------------------------------------------------------------
 
 
+def curve(folder: Path, options: str) -> tuple[list[list[float]], str]:
+    """The rows of the table that the benchmark prints, and all that it prints."""
+    script = "examples/benchmarks/streaming.py --width 1024 --threads 1"
+    ran = run_python(*script.split(), *options.split(), "--work", folder)
+    assert ran.returncode == 0, ran.stderr
+    rows = [line for line in ran.stdout.splitlines() if line.startswith("|")][2:]
+    return [[float(cell) for cell in row.split("|")[1:-1]] for row in rows], ran.stdout
+
+
 @pytest.mark.slow
 def test_the_benchmark_prints_a_curve(tmp_path):
     """Of two depths: 0.14 GB more of weights take nowhere near as much memory beyond the plan of the smaller, as they
     would if blocks were not dropped. The peaks are those of samples, which may miss one."""
-    ran = run_python(
-        *("examples/benchmarks/streaming.py", "--sizes", "0.07,0.21", "--width", 1024, "--method", "magnitude"),
-        *("--threads", 1, "--work", tmp_path),
-    )
-    assert ran.returncode == 0, ran.stderr
-    rows = [[float(x) for x in line.split("|")[1:-1]] for line in ran.stdout.splitlines()[2:4]]
+    rows, printed = curve(tmp_path, "--sizes 0.07,0.21 --method magnitude")
     (small, *_, planned), (large, blocks, _, _, _, peak, _) = rows
     assert (round(small, 1), round(large, 1)) == (0.1, 0.2)
     assert blocks > 4
     assert peak - planned < 0.4 * (large - small) * 1e9 / 2**20
-    assert ran.stdout.count("#") > 40
+    assert printed.count("#") > 40
     assert not list(tmp_path.iterdir())
 
 
@@ -355,10 +357,5 @@ def test_the_benchmark_prints_a_curve(tmp_path):
 def test_the_plan_states_what_streaming_holds(tmp_path):
     """The measured peak stays below the estimate, but for what the C library keeps of freed memory (at these sizes up
     to half as much again), and the estimate is not several times as large."""
-    ran = run_python(
-        *("examples/benchmarks/streaming.py", "--sizes", 0.06, "--width", 1024, "--batches", 4, "--batch", 2),
-        *("--length", 256, "--threads", 1, "--work", tmp_path),
-    )
-    assert ran.returncode == 0, ran.stderr
-    _, _, _, _, _, peak, stated = (float(x) for x in ran.stdout.splitlines()[2].split("|")[1:-1])
+    ((*_, peak, stated),), _ = curve(tmp_path, "--sizes 0.06 --batches 4 --batch 2 --length 256")
     assert stated / 3 < peak < 1.5 * stated
