@@ -448,9 +448,10 @@ def test_a_repair_that_breaks_off_leaves_a_whole_smaller_model(monkeypatch, tmp_
     assert output(reloaded(model, tmp_path), {"input_ids": LOADER["data_loader"][0]}).isfinite().all()
 
 
-@pytest.mark.parametrize(
-    "place", [(smaller, "costs"), (TargetSizes, "narrow"), (BlockCount, "drop", 2), (nn.ModuleList, "__delitem__", 2)]
-)
+AT_THE_END = [(smaller, "costs"), (TargetSizes, "narrow"), (BlockCount, "drop", 2), (nn.ModuleList, "__delitem__", 2)]
+
+
+@pytest.mark.parametrize("place", AT_THE_END)
 def test_a_stop_at_the_end_leaves_a_whole_smaller_model(monkeypatch, tmp_path, place):
     """While the last of it is cut, or counted."""
     model, options = llama(), {"mlp": 0.25, "blocks": [0, 2], **LOADER, "progress": False}
@@ -583,14 +584,13 @@ def test_refit_is_damped_least_squares_and_never_worse(tokens, best):
 
 @pytest.mark.parametrize("criterion", ["norm", "minitron"])
 def test_scores_of_channels_are_the_published_ones(criterion):
-    model, batches = llama(), list(calls(llama(), 4))
+    model, watched, batches = llama(), llama(), list(calls(llama(), 4))
     batches[3]["attention_mask"] = torch.ones(2, 16, dtype=torch.long)
     batches[3]["attention_mask"][:, 11:] = 0
     seen: list[Tensor] = []
-    handle = model.model.layers[2].mlp.down_proj.register_forward_pre_hook(lambda m, args: seen.append(args[0]))
+    watched.model.layers[2].mlp.down_proj.register_forward_pre_hook(lambda m, args: seen.append(args[0]))
     for batch in batches:
-        output(model, batch)
-    handle.remove()
+        output(watched, batch)
     seen[3] = seen[3][:, :11]
     windows = [window.double() for x in seen for window in x]
     if criterion == "norm":
