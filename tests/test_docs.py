@@ -8,7 +8,6 @@ import re
 import runpy
 import shlex
 import shutil
-import socket
 import subprocess
 import sys
 from collections import Counter
@@ -29,9 +28,8 @@ from modelopt_sparse.cli import commands as cli
 from modelopt_sparse.methods import ALIASES, METHODS
 from modelopt_sparse.plan import memory
 from modelopt_sparse.plan.options import ELSEWHERE, RENAMED
-from tests.helpers import TESTBED, Done, tiny_llama, token_batches, trained_model
+from tests.helpers import ROOT, TESTBED, Done, free_port, tiny_llama, token_batches, trained_model
 
-ROOT = Path(__file__).parent.parent
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
 PAGES = [ROOT / "README.md", *DOCS]
 SET_UP = ["bash examples/run.sh", "bash tests/run.sh"]  # they install things; tested by what they run
@@ -42,11 +40,7 @@ NEEDS = {  # libraries that are not there with the oldest versions
     "docs/semi-structured.md": ["lm_eval", "compressed_tensors", "onnxruntime", "onnxscript"],
 }
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-ENVIRONMENT = {
-    **os.environ,
-    "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-    "OMP_NUM_THREADS": "1",
-}
+ENVIRONMENT = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
 
 
 def _blocks(page: Path) -> list[tuple[str, str, int]]:
@@ -75,10 +69,8 @@ def _codes(text: str) -> list[str]:
 
 
 def _page(page: Path):
-    runs_commands = any(
-        re.search("modelopt[-_]sparse", text) for language, text, _ in _blocks(page) if language == "sh"
-    )
-    slow = runs_commands or _name(page) in TUNES
+    shell = "\n".join(text for language, text, _ in _blocks(page) if language == "sh")
+    slow = re.search("modelopt[-_]sparse", shell) or _name(page) in TUNES
     return pytest.param(page, id=_name(page), marks=[pytest.mark.slow] if slow else [])
 
 
@@ -112,15 +104,9 @@ def workplace(tmp_path, monkeypatch):
 
 
 def _bash(text: str) -> None:
-    ran = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", text],
-        env=ENVIRONMENT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
-    assert ran.returncode == 0, f"{text}\n{ran.stdout}"
+    command = ["bash", "-euo", "pipefail", "-c", text]
+    ran = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, f"{text}\n{ran.stdout}\n{ran.stderr}"
 
 
 def _shell(text: str, run: Callable[..., Done]) -> None:
@@ -138,9 +124,8 @@ def _shell(text: str, run: Callable[..., Done]) -> None:
 
 def _what_the_guide_takes_for_granted() -> dict[str, object]:
     """A small GPT-J in the folder of the guide's name, and calibration data for it."""
-    config = GPTJConfig(
-        vocab_size=97, n_positions=64, n_embd=32, n_layer=2, n_head=4, rotary_dim=4, bos_token_id=1, eos_token_id=2
-    )
+    sizes: dict[str, Any] = {"vocab_size": 97, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4}
+    config = GPTJConfig(**sizes, rotary_dim=4, bos_token_id=1, eos_token_id=2)
     GPTJForCausalLM(config).save_pretrained("EleutherAI/gpt-j-6b")
     rows = [{"input_ids": ids} for ids in torch.cat(token_batches())]
     return {"calib_dataloader": DataLoader(rows, batch_size=2)}  # type: ignore[arg-type]
@@ -148,10 +133,7 @@ def _what_the_guide_takes_for_granted() -> dict[str, object]:
 
 def _as_torchrun_does(monkeypatch) -> None:
     """The environment of a run of one process."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    given = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    given = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     for name, value in given.items():
         monkeypatch.setenv(name, str(value))
 
@@ -293,18 +275,14 @@ def test_the_benchmark_of_budgets_prints_a_table(printed):
     assert len(rows) == 3
 
 
-@pytest.mark.parametrize(
-    ("script", "option"),
-    [
-        ("accuracy.py", "--heldout-windows"),
-        ("cpu_speed.py", "--heldout-windows"),
-        ("accuracy_vit.py", "--seeds"),
-        ("public_model.py", "--draws"),
-    ],
-)
-def test_benchmarks_start(printed, script, option):
+BENCHMARKS = {"accuracy": "--heldout-windows", "cpu_speed": "--heldout-windows", "accuracy_vit": "--seeds"}
+BENCHMARKS |= {"public_model": "--draws"}
+
+
+@pytest.mark.parametrize("script", BENCHMARKS)
+def test_benchmarks_start(printed, script):
     """They take the others' environments or long to run; the options show that they and what they import are whole."""
-    assert option in printed(script, "--help")
+    assert BENCHMARKS[script] in printed(f"{script}.py", "--help")
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from modelopt_sparse.runtime.convert import Settings
 from modelopt_sparse.training import distill
 from tests.checkpoint.streams import Stopping
 from tests.faults.pretend_device import AS_ON_A_GPU, BACKEND, Pretended, pretend_device
-from tests.helpers import tiny_llama, token_batches
+from tests.helpers import assert_same_masks, tiny_llama, token_batches
 from tests.models.architectures import ARCHITECTURES
 from tests.models.expert_models import MODELS
 from tests.runtime.unpacking import installed, packed_by, place_for
@@ -85,17 +85,18 @@ def test_the_pretend_device_is_none_of_the_cpu(device):
     assert torch.equal((there @ here.to(device)).cpu(), here @ here)
 
 
+SPARSIFIED = [*((way, "device=") for way in WAYS), *((way, "on it") for way in ("sparsegpt", "reconstructed"))]
+
+
 @pytest.mark.parametrize("name", DEVICES)
-@pytest.mark.parametrize(
-    ("way", "place"), [*((way, "device=") for way in WAYS), *((way, "on it") for way in ("sparsegpt", "reconstructed"))]
-)
+@pytest.mark.parametrize(("way", "place"), SPARSIFIED)
 def test_every_way_to_sparsify(way, name, place):
     """In float64, so that no rounding decides about a mask. What is kept of activations is where the model is, however
     much is free on the device."""
     if (way, name) == ("reconstructed by the Fisher metric", "pretend"):
         pytest.skip("torch's autograd engine refuses this backward pass on a device that is written in Python")
     method, options = WAYS[way]
-    model, data = tiny_llama(attn_implementation="eager").double(), token_batches(3)
+    model, data = tiny_llama(attn_implementation="eager").double(), token_batches(2)
     expected = sparse(copy.deepcopy(model), data, method, **options)
     seen: set[str] = set()
     # before the hook that moves them
@@ -107,22 +108,18 @@ def test_every_way_to_sparsify(way, name, place):
     assert_same(found, expected, atol=1e-5 if in_float32 else ROUNDINGS[name])
 
 
+PADDED = [(name, "device=") for name in ("t5", "bert", "albert", "swin", "resnet_bottleneck", "multihead_attention")]
+PADDED += [("t5", "on it"), ("albert", "on it")]
+
+
 @pytest.mark.parametrize("device_name", DEVICES)
-@pytest.mark.parametrize(
-    ("name", "place"),
-    [
-        *((name, "device=") for name in ("t5", "bert", "albert", "swin", "resnet_bottleneck", "multihead_attention")),
-        ("t5", "on it"),
-        ("albert", "on it"),
-    ],
-)
+@pytest.mark.parametrize(("name", "place"), PADDED)
 @pytest.mark.filterwarnings("ignore:.*runs of the model over the data")  # of those that are not run block by block
 def test_architectures_with_padding(name, device_name, place):
     model = ARCHITECTURES[name].build().double()
-    data = [
-        {key: x.double() if x.is_floating_point() else x for key, x in batch.items()}
-        for batch in ARCHITECTURES[name].batches("right")[:2]
-    ]
+    data = ARCHITECTURES[name].batches("right")[:2]
+    for batch in data:
+        batch.update({key: x.double() for key, x in batch.items() if x.is_floating_point()})
     expected = sparse(copy.deepcopy(model), data)
     with a_device(device_name) as device:
         found = sparse(model, data, place=place, device=device)
@@ -137,7 +134,7 @@ FEW = {"memory_limit": "200KB", "min_tokens": 4}
     [("mixtral", {}, "on it"), ("mixtral", FEW, "device="), ("gpt_oss", {}, "device="), ("gpt_oss", FEW, "on it")],
 )
 def test_mixtures_of_experts(name, options, place):
-    model, data = MODELS[name](), token_batches(vocab=53)
+    model, data = MODELS[name](), token_batches(2, vocab=53)
     expected = sparse(copy.deepcopy(model), data, **options)
     with pretend_device() as device:
         found = sparse(model, data, place=place, device=device, **options)
@@ -168,9 +165,10 @@ def test_a_streaming_run_that_was_stopped_goes_on(sequential, tmp_path, device):
     assert_same(mts.load(tmp_path / "stopped"), mts.load(tmp_path / "at once"), atol=0)
 
 
-@pytest.mark.parametrize(
-    ("place", "more"), [("on it", {"reconstruct": 1}), ("device=", {"refit": False}), ("streamed", {"reconstruct": 1})]
-)
+SHRUNK = [("on it", {"reconstruct": 1}), ("device=", {"refit": False}), ("streamed", {"reconstruct": 1})]
+
+
+@pytest.mark.parametrize(("place", "more"), SHRUNK)
 def test_shrink(place, more, tmp_path, device):
     options = {"mlp": 0.25, "blocks": 1, "blocks_by": "influence", "data_loader": token_batches(), "progress": False}
     options |= more
@@ -223,15 +221,11 @@ def test_activations_do_not_stay_where_they_go_to_files(tmp_path, monkeypatch):
 THERE = ["model.embed_tokens", "model.rotary_emb", "model.layers.0", "lm_head"]
 
 
-@pytest.mark.parametrize(
-    ("how", "options"),
-    [
-        ("offloaded", {"permute": True}),
-        ("offloaded", {"sequential": "none"}),
-        ("spread", {}),
-        ("spread", {"permute": True}),
-    ],
-)
+HOOKED = [(how, {"permute": True}) for how in ("offloaded", "spread")]
+HOOKED += [("offloaded", {"sequential": "none"}), ("spread", {})]
+
+
+@pytest.mark.parametrize(("how", "options"), HOOKED)
 def test_models_that_accelerate_runs_on_the_device(how, options):
     """All weights come from the CPU for each call, or those of the last block do."""
     model = tiny_llama(attn_implementation="eager", tie_word_embeddings=False)
@@ -287,8 +281,7 @@ def test_masks_hold_on_the_device(device):
     assert {mask.device for mask in masks.values()} == {device}
     again = tiny_llama()
     mts.sparsify(again, masks=masks, device=device, progress=False)  # masks from the device for a model that is not
-    for name, mask in mts.named_masks(again):
-        assert torch.equal(mask, masks[name].cpu())
+    assert_same_masks(again, {name: mask.cpu() for name, mask in masks.items()})
     mts.set_mask(model, *next((name, mask.cpu()) for name, mask in masks.items()))
     mts.export(model)
     mts.verify(model, pattern="2:4")
