@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import modelopt_sparse as mts
@@ -87,10 +88,8 @@ def test_blocks_with_the_least_influence_go(tmp_path, keeps):
     for name, block in zip((f"model.layers.{i}" for i in range(BLOCKS)), model.model.layers):
 
         def see(module: Any, args: tuple, found: torch.Tensor, name: str = name) -> None:
-            for row, (x, y) in enumerate(zip(args[0], found)):
-                for token in range(keeps if keeps and row else len(x)):
-                    cosine = (x[token] @ y[token]) / (x[token].norm() * y[token].norm())
-                    seen.setdefault(name, []).append(1 - float(cosine))
+            for row, cosines in enumerate(nn.functional.cosine_similarity(args[0], found, dim=-1).tolist()):
+                seen.setdefault(name, []).extend(1 - x for x in cosines[: keeps if keeps and row else None])
 
         block.register_forward_hook(see)
     with torch.no_grad():

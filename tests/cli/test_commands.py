@@ -19,6 +19,7 @@ from modelopt_sparse.checkpoint import save as checkpoint
 from modelopt_sparse.checkpoint.workfolder import BlockRecord, WorkFolder
 from modelopt_sparse.cli import commands as cli
 from modelopt_sparse.runtime.convert import Settings
+from tests.checkpoint.folders import files_of
 from tests.cli.conftest import TEMPLATE, by_the_api
 from tests.helpers import assert_same_state, run_python, state_of, tiny_llama
 from tests.runtime.unpacking import installed, place_for, sparse_llama
@@ -120,8 +121,7 @@ def test_packed_folders(run, work, sparse, tmp_path, stream):
     said = run("pack", tmp_path / "plain", "--out", tmp_path / "again", "--all").well()
     assert "model.layers.0.mlp.up_proj.weight" in said
     assert f"Written to {tmp_path / 'again'}." in said
-    for path in (tmp_path / "out").iterdir():
-        assert (tmp_path / "again" / path.name).read_bytes() == path.read_bytes(), path.name
+    assert files_of(tmp_path / "again") == files_of(tmp_path / "out")
     nothing = f"modelopt-sparse: '{tmp_path / 'plain'}' is not packed: there is nothing to do\n"
     assert run("unpack", tmp_path / "plain", "--out", tmp_path / "x").err == nothing
     assert run("pack", tmp_path / "plain", "--out", tmp_path / "x", "--quiet").out == ""
@@ -401,9 +401,10 @@ def test_what_ends_a_command_is_one_line_and_an_exit_code(run, work, monkeypatch
     assert (done.code, done.out, done.err.strip()) == (code, "", f"modelopt-sparse: {line}")
 
 
-@pytest.mark.parametrize(
-    ("verb", "more", "of"), [("sparsify", ("--quiet",), " of 4"), ("shrink", ("--blocks", "1", "--no-progress"), "")]
-)
+INTERRUPTED = [("sparsify", ("--quiet",), " of 4"), ("shrink", ("--blocks", "1", "--no-progress"), "")]
+
+
+@pytest.mark.parametrize(("verb", "more", "of"), INTERRUPTED)
 def test_ctrl_c_while_streaming_says_how_many_blocks_are_kept(run, work, tmp_path, monkeypatch, verb, more, of):
     """The same command goes on with them, and ends in what a run in one go writes."""
     shutil.copytree(work / "llama", tmp_path / "deep")

@@ -208,10 +208,11 @@ def test_weights_that_are_missing_or_do_not_fit_are_not_made_up(run, work, tmp_p
     assert run("eval", folder, "--data", text, "--seq-len", 32).code == 0
 
 
+UNREADABLE = [("tokenizer.json", "tokenizer"), ("preprocessor_config.json", "processor"), (None, "")]
+
+
 @pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize(
-    ("name", "what"), [("tokenizer.json", "tokenizer"), ("preprocessor_config.json", "processor"), (None, "")]
-)
+@pytest.mark.parametrize(("name", "what"), UNREADABLE)
 def test_a_tokenizer_or_processor_that_cannot_be_read_is_not_left_behind_in_silence(run, work, tmp_path, name, what):
     for file in (work / "llama").iterdir():
         if name or ("token" not in file.name and file.suffix != ".jinja"):
