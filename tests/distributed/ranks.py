@@ -8,8 +8,6 @@ imported everything, which makes them cheap.
 import hashlib
 import os
 import shutil
-import signal
-import socket
 import sys
 import time
 import traceback
@@ -37,8 +35,8 @@ from modelopt_sparse.methods.sparsegpt import SparseGPT
 from modelopt_sparse.plan.plan import library_versions
 from modelopt_sparse.run import calibrating
 from tests.distributed.test_distributed_training import SCENARIOS as TRAINING
-from tests.faults.faulty import flip, run_command
-from tests.helpers import TESTBED, calibrated_run, tiny_llama, token_batches
+from tests.faults.faulty import FAULTS, flip, run_command
+from tests.helpers import TESTBED, calibrated_run, free_port, tiny_llama, token_batches
 from tests.models import expert_models
 from tests.models.architectures import ARCHITECTURES, VOCAB
 from tests.models.changing import Choosing, Sharing
@@ -87,10 +85,6 @@ def pressed_ctrl_c() -> None:
     raise KeyboardInterrupt
 
 
-def kill_this_process() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 class Failing(Magnitude):
     """Magnitude in which something happens in one process before the first of its layers in the second block."""
 
@@ -133,7 +127,7 @@ def experts() -> Found:
     }
 
 
-BEST = {"epochs": 2, "masks": "move", "metric": "fisher"}
+BEST = {"epochs": 1, "masks": "move", "metric": "fisher"}
 FEW_AT_A_TIME: dict[str, Any] = {"memory_limit": 100_000, "min_tokens": 90}  # most experts have few tokens
 
 
@@ -528,7 +522,7 @@ def late() -> Found:
 
 
 def killed() -> Found:
-    return lost(Failing(where=1, then=kill_this_process))
+    return lost(Failing(where=1, then=FAULTS["kill"]))
 
 
 def lost(method: Any) -> Found:
@@ -587,9 +581,7 @@ def main(folder: Path) -> None:
     torch.set_num_threads(1)
     chosen = sys.argv[2:] or list(GROUPS)
     for group in chosen:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         how: dict[str, Any] = {"nprocs": GROUPS[group][0], "join": False, "start_method": "fork"}
         started: Any = mp.start_processes(work, (group, folder), **how)
         end = time.monotonic() + LIMIT

@@ -28,6 +28,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 import modelopt_sparse as mts
 from modelopt_sparse import training
@@ -37,6 +38,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 WORLD = 2
 STEPS = 8
 MASKED = ("0.weight", "2.in_proj_weight", "2.out_proj.weight", "4.weight")
+Loss = Callable[[nn.Module], Tensor]
 FULL = StateDictOptions(full_state_dict=True, strict=True)
 
 
@@ -105,7 +107,7 @@ def lost_zeros(model: nn.Module) -> list[str]:
     return lost
 
 
-def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+def adamw(parameters: Iterable[nn.Parameter]) -> Optimizer:
     return torch.optim.AdamW(parameters, lr=0.03, weight_decay=0.1)
 
 
@@ -114,12 +116,7 @@ def loss_of(model: nn.Module) -> Tensor:
     return F.mse_loss(model(share(x)), share(target))
 
 
-def train(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    steps: int = STEPS,
-    loss_of: Callable[[nn.Module], Tensor] = loss_of,
-) -> list[float]:
+def train(model: nn.Module, optimizer: Optimizer, steps: int = STEPS, loss_of: Loss = loss_of) -> list[float]:
     losses = []
     for _ in range(steps):
         loss = loss_of(model)
@@ -130,7 +127,7 @@ def train(
     return losses
 
 
-def trained(model: nn.Module, loss_of: Callable[[nn.Module], Tensor] = loss_of) -> dict[str, Any]:
+def trained(model: nn.Module, loss_of: Loss = loss_of) -> dict[str, Any]:
     losses = train(model, adamw(model.parameters()), loss_of=loss_of)
     return {"losses": losses, "lost": lost_zeros(model), "values": values(model)}
 
@@ -326,7 +323,7 @@ ALGORITHMS: dict[str, Callable[[], training.SparsityAlgorithm]] = {
 }
 
 
-def train_sparse(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, start: int = 0) -> None:
+def train_sparse(model: nn.Module, optimizer: Optimizer, steps: int, start: int = 0) -> None:
     for step in range(start, start + steps):
         x = torch.randn(8, 3, 8, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
         optimizer.zero_grad()
@@ -360,7 +357,7 @@ def rigl_in_processes() -> dict[str, Any]:
 def a_distributed_checkpoint_resumes_to_the_same_bits(folder: Path) -> None:
     """Stopped after three steps, and resumed from a distributed checkpoint into a new model."""
 
-    def started(build: Callable) -> tuple[nn.Module, torch.optim.Optimizer, training.SparsityAlgorithm]:
+    def started(build: Callable) -> tuple[nn.Module, Optimizer, training.SparsityAlgorithm]:
         model, sparsity = dense_model().double(), build()
         sparsity.apply(model)
         optimizer = adamw(sharded(model).parameters())

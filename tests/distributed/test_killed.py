@@ -4,7 +4,6 @@ other or operation on a file."""
 import os
 import random
 import signal
-import socket
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -15,12 +14,10 @@ import pytest
 
 from tests.checkpoint.streams import assert_alike_folders, assert_same_folders, saved
 from tests.faults.faulty import ENDED, Runs, state
-from tests.helpers import tiny_llama, token_batches
+from tests.helpers import free_port, tiny_llama, token_batches
 
-pytestmark = [
-    pytest.mark.skipif(not hasattr(os, "fork") or not Path("/proc/self").exists(), reason="needs fork and /proc"),
-    pytest.mark.slow,
-]
+HAS_BOTH = hasattr(os, "fork") and Path("/proc/self").exists()
+pytestmark = [pytest.mark.skipif(not HAS_BOTH, reason="needs fork and /proc"), pytest.mark.slow]
 CASES = 12  # of the about 310 that there are; drawn with the number of the case as seed
 
 
@@ -38,19 +35,12 @@ class World:
     ) -> list[int]:
         """Start processes; ``at``: which of them is killed, or meets another fault, and before which of its
         operations."""
-        with socket.socket() as free:
-            free.bind(("", 0))
-            port = free.getsockname()[1]
-        batches = [batch.tolist() for batch in token_batches(3)]
+        port, batches = free_port(), [batch.tolist() for batch in token_batches(3)]
         given = {"source": self.folder / "dense", "target": target, "batches": batches, "method": "sparsegpt"}
-        fault = {"fault": {"what": what}, "at": at[1]} if at is not None else {}
+        given |= {"reconstruct": 1, "size": size, "port": port, **more}
+        faults = {at[0]: {"fault": {"what": what}, "at": at[1]}} if at is not None else {}
         return [
-            self.runs.start(
-                "stream as rank",
-                {**given, "reconstruct": 1, "rank": rank, "size": size, "port": port, **more},
-                files=target.parent,
-                **(fault if at is not None and rank == at[0] else {}),
-            )
+            self.runs.start("stream as rank", {**given, "rank": rank}, files=target.parent, **faults.get(rank, {}))
             for rank in range(size)
         ]
 
@@ -99,9 +89,8 @@ def kill(world: World, target: Path, victim: int, at: int, then: int) -> None:
 @pytest.mark.parametrize("case", range(CASES))
 def test_a_process_is_killed_and_another_number_of_them_goes_on(world, tmp_path, case):
     draw, victim = random.Random(case), case % 2
-    kill(
-        world, tmp_path / "place" / "sparse", victim, draw.randint(1, world.operations[victim]), draw.choice([1, 2, 3])
-    )
+    at, then = draw.randint(1, world.operations[victim]), draw.choice([1, 2, 3])
+    kill(world, tmp_path / "place" / "sparse", victim, at, then)
 
 
 @pytest.mark.skipif("EVERY_KILL" not in os.environ, reason="all operations, by hand: EVERY_KILL=1")

@@ -15,10 +15,7 @@ from tests.distributed.test_killed import World
 from tests.faults.faulty import ENDED, Runs, state
 from tests.helpers import tiny_llama, token_batches
 
-pytestmark = [
-    pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs /proc"),
-    pytest.mark.slow,
-]
+pytestmark = [pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs /proc"), pytest.mark.slow]
 COUNT, WINDOWS, LENGTH, BLOCKS = 4, 2, 128, 8  # batches, windows in each, and their tokens
 
 

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 
@@ -17,10 +18,7 @@ import modelopt_sparse as mts
 from tests.checkpoint.streams import assert_same_folders
 from tests.helpers import ROOT, TESTBED
 
-pytestmark = [
-    pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork"),
-    pytest.mark.slow,
-]
+pytestmark = [pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork"), pytest.mark.slow]
 # in bfloat16 a rounding grows from block to block
 FLAGS = "--stream --method sparsegpt --num-samples 13 --seq-len 32 --batch-size 1 --dtype float32 --no-progress"
 LIMIT = 600  # seconds, about 20 on a quiet machine: far from it torch's own start hangs
@@ -31,14 +29,9 @@ def torchrun(target: Path, *program: str, restarts: int) -> str:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     launcher += ["--max-restarts", str(restarts), "-m", *program]
     data = ["--data", str(TESTBED / "calibration.txt"), "--out", str(target)]
-    running = subprocess.Popen(
-        [sys.executable, *launcher, "sparsify", str(TESTBED / "tiny-llama"), *FLAGS.split(), *data],
-        cwd=ROOT,
-        env={name: value for name, value in {**os.environ, "OMP_NUM_THREADS": "1"}.items() if name != "PYTHONHASHSEED"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    command = [sys.executable, *launcher, "sparsify", str(TESTBED / "tiny-llama"), *FLAGS.split(), *data]
+    own = {name: value for name, value in os.environ.items() if name != "PYTHONHASHSEED"}
+    running = subprocess.Popen(command, cwd=ROOT, env=own, stdout=PIPE, stderr=PIPE, text=True)
     try:
         said = running.communicate(timeout=LIMIT)[1]
     except subprocess.TimeoutExpired:

@@ -24,6 +24,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
 from io import StringIO
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 ROOT = Path(__file__).parent.parent.parent
@@ -40,14 +41,9 @@ class Runs:
     """Starts runs, and waits for them or kills them."""
 
     def __init__(self, scratch: Path, **environment: str) -> None:
-        self._server = subprocess.Popen(
-            [sys.executable, "-m", "tests.faults.faulty"],
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(scratch), **environment},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        command = [sys.executable, "-m", "tests.faults.faulty"]
+        own = {**os.environ, "TMPDIR": str(scratch), **environment}
+        self._server = subprocess.Popen(command, cwd=ROOT, env=own, stdin=PIPE, stdout=PIPE, text=True)
         assert self._ask({"ready": True}) == "yes"
 
     def _ask(self, line: dict[str, Any]) -> Any:
