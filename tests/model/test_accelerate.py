@@ -18,6 +18,7 @@ from modelopt_sparse.model.devices import remove_hooks, stored
 from tests.helpers import assert_same_masks, plain_from_pretrained, refused, tiny_llama, token_batches
 from tests.model.sparse_modules import written_on_purpose
 from tests.models.architectures import ARCHITECTURES
+from tests.models.stacked import Stacked, vectors
 from tests.oracles.brute_force import Recording, assert_stats, brute_force, matrices_of
 
 pytestmark = [pytest.mark.core, written_on_purpose]
@@ -365,3 +366,20 @@ def test_ties_of_an_offloaded_model_are_seen():
     model, plain = (mts.sparsify(x, **options) for x in (cpu_offload(tied(), torch.device("cpu")), tied()))
     assert [layer.name for layer in mts.report(model).layers] == [layer.name for layer in mts.report(plain).layers]
     assert_same_masks(model, plain)
+
+
+class Scaled(Stacked):
+    """Holds a weight itself, around its blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * self.scale)
+
+
+def test_what_the_model_itself_holds_is_offloaded_again_after_calls_that_are_stopped():
+    model = cpu_offload(Scaled(), execution_device=CPU)
+    mts.sparsify(model, "wanda", data_loader=vectors(), progress=False)
+    assert model.scale.is_meta
