@@ -15,6 +15,7 @@ from modelopt_sparse.calibration.forward import CalibrationData
 from modelopt_sparse.distributed import Processes
 from modelopt_sparse.methods.base import Stats
 from modelopt_sparse.methods.patterns import Pattern
+from modelopt_sparse.model.devices import map_tensors
 from modelopt_sparse.model.layers import Layer
 from modelopt_sparse.model.masking import SUFFIX, update_mask, write_zeros
 from modelopt_sparse.model.output import relative
@@ -495,6 +496,7 @@ def _elsewhere(module: nn.Module, part: nn.Module) -> Iterator[nn.Parameter]:
 def only_these_require_grad(part: nn.Module, chosen: Mapping[nn.Parameter, object]) -> Iterator[None]:
     """While entered, only the ``chosen`` parameters of ``part`` require gradients, and no hook of the user's gets
     these: it may scale them, or take a step with them."""
+    norms = [module for module in part.modules() if isinstance(module, nn.GroupNorm) and module.weight in chosen]
     names = ("requires_grad", "grad", "_backward_hooks", "_post_accumulate_grad_hooks")
     before = [(p, [getattr(p, name) for name in names]) for p in part.parameters()]
 
@@ -503,8 +505,15 @@ def only_these_require_grad(part: nn.Module, chosen: Mapping[nn.Parameter, objec
             for name, value in zip(names, of_parameter):
                 setattr(parameter, name, value)
 
-    try:
+    with ExitStack() as ending:
+        ending.callback(put, before)
+        for norm in norms:
+            ending.enter_context(norm.register_forward_pre_hook(_input_with_gradient, with_kwargs=True))
         put((p, [p in chosen, None, None, None]) for p, _ in before)
         yield
-    finally:
-        put(before)
+
+
+def _input_with_gradient(norm: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """On a CPU, torch 2.13 ends the process in the backward pass of a GroupNorm whose weight has a gradient and whose
+    input, channels last, has none."""
+    return map_tensors(lambda x: x if x.requires_grad else x.detach().requires_grad_(), (args, kwargs))
