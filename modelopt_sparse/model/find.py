@@ -292,12 +292,14 @@ def find_stacks(model: nn.Module, prunable: Collection[nn.Module]) -> list[Stack
 
     ``prunable`` are the modules of the prunable layers. A stack is an nn.ModuleList or nn.Sequential of blocks, and its
     blocks are those of its children that hold prunable layers. At least one of them holds two or more (a whole
-    attention, MLP or residual branch), and all of them are of one class. Two more rules:
+    attention, MLP or residual branch), and all of them are of one class. Three more rules:
 
+    - A block that is a list itself, as of an attention and an MLP, stands for the modules in it.
     - A list of mixed classes counts if each block holds two prunable layers or more, and no list of one class encloses
       it (hybrids of attention and state space layers).
     - Of nested stacks the inner ones count if they hold every prunable layer of the outer one (the stages of a ResNet).
-      Otherwise the outer one counts (a mixture of experts, whose experts are a list as well).
+      Otherwise the outer one counts (a mixture of experts, whose experts are a list as well), unless it is one module
+      with others that hold no layers (a model behind a normalization).
     """
     prunable = set(prunable)
     whole = [Stack("", ("",), (model,))] if _count(model, prunable) else []
@@ -312,10 +314,12 @@ def _count(module: nn.Module, prunable: set[nn.Module]) -> int:
 def _search(module: nn.Module, path: str, prunable: set[nn.Module], *, mixed_allowed: bool) -> list[Stack]:
     """The stacks in and below a module that lies at ``path``."""
     stack = _as_stack(module, path, prunable, mixed_allowed=mixed_allowed)
+    counts = [_count(child, prunable) for child in module.children()]
+    around = stack is None or sum(map(bool, counts)) == 1 < len(counts)
     inside: list[Stack] = []
     for name, child in module.named_children():
-        inside += _search(child, full_name(path, name), prunable, mixed_allowed=mixed_allowed and stack is None)
-    if stack is None:
+        inside += _search(child, full_name(path, name), prunable, mixed_allowed=mixed_allowed and around)
+    if stack is None or (around and inside):
         return inside
     inner = sum(_count(block, prunable) for stack in inside for block in stack.blocks)
     return inside if inner == _count(module, prunable) else [stack]
@@ -332,5 +336,17 @@ def _as_stack(module: nn.Module, path: str, prunable: set[nn.Module], *, mixed_a
     one_class = len({type(child) for child in members.values()}) == 1
     if not one_class and not (mixed_allowed and min(counts[name] for name in members) >= 2):
         return None
-    names = tuple(full_name(path, name) for name in members)
-    return Stack(path, names, tuple(members.values()))
+    blocks = dict(
+        part for name, child in members.items() for part in _called_parts(full_name(path, name), child, prunable)
+    )
+    return Stack(path, tuple(blocks), tuple(blocks.values()))
+
+
+def _called_parts(path: str, module: nn.Module, prunable: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """A module by its path, or what it lists that holds prunable layers: a list itself is never called."""
+    if type(module).forward is not nn.Module.forward:
+        yield path, module
+        return
+    for name, child in module.named_children():
+        if _count(child, prunable):
+            yield from _called_parts(full_name(path, name), child, prunable)

@@ -342,6 +342,9 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
         self.more = nn.ModuleList(layers)
 
+    def forward(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
 
 class OtherBlock(Block):
     pass
@@ -374,11 +377,28 @@ def nested() -> nn.Module:
     return nn.ModuleDict({"stages": nn.ModuleList(nn.Sequential(Block(), Block()) for _ in range(2))})
 
 
+def of_lists() -> nn.Module:
+    """Lists cannot be called."""
+    members = ([Block(), nn.LayerNorm(8), nn.Linear(8, 8)] for _ in range(2))
+    return nn.ModuleDict({"layers": nn.ModuleList(map(nn.ModuleList, members))})
+
+
+def behind_a_norm() -> nn.Module:
+    return nn.Sequential(nn.LayerNorm(8), nn.ModuleDict({"layers": blocks(Block, Block), "head": nn.Linear(8, 8)}))
+
+
+def with_one_mixture() -> nn.Module:
+    return nn.Sequential(Block(Block(), Block()))
+
+
 # case -> (model, stack -> how many blocks it has, or their names)
 STACKS: dict[str, tuple[Callable[[], nn.Module], dict[str, int | list[str]]]] = {
     "a single layer": (lambda: tiny_llama(num_hidden_layers=1), {"model.layers": 1}),
     "a list of experts": (with_experts, {"layers": 2}),
+    "one block of experts": (with_one_mixture, {"": ["0"]}),
+    "a model behind a norm": (behind_a_norm, {"1.layers": 2}),
     "nested lists that hold everything": (nested, {"stages.0": 2, "stages.1": 2}),
+    "lists in a list": (of_lists, {"layers": ["layers.0.0", "layers.0.2", "layers.1.0", "layers.1.2"]}),
     "a sequence of blocks": (lambda: nn.Sequential(Block(), Block()), {"": ["0", "1"]}),
     "lists of single layers": (beside_lists_of_single_layers, {"layers": 2}),
     "blocks of two kinds": (lambda: nn.ModuleDict({"layers": blocks(Block, OtherBlock, Block)}), {"layers": 3}),

@@ -200,6 +200,37 @@ class AttentionModel(nn.Module):
         return self.head(x)
 
 
+class Mixer(nn.Module):
+    """A residual branch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDER), nn.Linear(WIDER, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x).relu())
+
+
+class OverPositions(Mixer):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.cumsum(1))
+
+
+class ListsModel(nn.Module):
+    """Each member of the stack is a list of two modules, which the model calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ModuleList([OverPositions(), Mixer()]) for _ in range(2))
+        self.head = nn.Linear(WIDTH, 4)
+
+    def forward(self, src: Tensor, src_key_padding_mask: Tensor | None = None) -> Tensor:
+        for over_positions, mixer in self.layers:
+            src = src + over_positions(src)
+            src = src + mixer(src)
+        return self.head(src)
+
+
 def _transformer_encoder() -> nn.Module:
     layer = nn.TransformerEncoderLayer(WIDTH, HEADS, WIDER, batch_first=True)
     return nn.TransformerEncoder(layer, 2)
@@ -298,5 +329,6 @@ ARCHITECTURES: dict[str, Architecture] = {
     "resnet_bottleneck": Architecture(lambda: _resnet("bottleneck"), ("ResNetBottleNeckLayer",), images),
     "sequential": Architecture(_mlp, ("Sequential",), vectors),
     "transformer_encoder": Architecture(_transformer_encoder, ("TransformerEncoderLayer",), sequences, _unpadded_rows),
+    "lists": Architecture(ListsModel, ("OverPositions", "Mixer"), sequences, _unpadded_rows),
     "multihead_attention": Architecture(AttentionModel, ("AttentionBlock",), sequences, _unpadded_rows),
 }
