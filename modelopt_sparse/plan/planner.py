@@ -27,6 +27,7 @@ from modelopt_sparse.reports.text import first_few, nearest, refuse_unknown
 from modelopt_sparse.reports.values import Skipped
 
 ANY_PARAMETER = "mts.set_mask(model, name, mask) and training.Static take any parameter"
+MUCH_OUTSIDE = 0.25  # of the weights that can be pruned, in layers outside of the blocks: from there on a note says so
 Decision = tuple[Method, Pattern, dict[str, Any], tuple[Pattern | None, ...]]  # method, pattern, options, choices
 
 
@@ -89,7 +90,7 @@ def plan_for(model: nn.Module, method: Method, config: SparsifyConfig) -> Plan:
     memory, streamed = estimated(model, planned, stacks, config)
     plan = Plan(tuple(planned), tuple(skipped), memory, tuple(stacks), streamed=streamed)
     short = filter(None, (lacking(plan, config), tight(plan, config)))
-    return replace(plan, notes=(*_notes(model, planned, config), *short))
+    return replace(plan, notes=(*_notes(model, planned, skipped, config), *short))
 
 
 def _check_names(model: nn.Module, layers: list[Layer], others: list[Unprunable], config: SparsifyConfig) -> None:
@@ -314,8 +315,12 @@ def _overlap(x: Tensor, y: Tensor) -> bool:
     return x.data_ptr() == y.data_ptr() or any(within)
 
 
-def _notes(model: nn.Module, planned: list[LayerPlan], config: SparsifyConfig) -> Iterator[str]:
-    """Sentences on options that do not reach some of the layers, and on masks that stay, and on ties."""
+def _notes(model: nn.Module, planned: list[LayerPlan], skipped: list[Skipped], config: SparsifyConfig) -> Iterator[str]:
+    """Sentences on weights that stay dense, options that do not reach some layers, masks that stay, and ties."""
+    pruned = sum(math.prod(layer_plan.shape) for layer_plan in planned)
+    outside = sum(math.prod(weight.shape) for weight in skipped if weight.reason == OUTSIDE)
+    if (share := outside / (pruned + outside)) > MUCH_OUTSIDE:
+        yield f"{share:.0%} of the weights that can be pruned lie outside of the blocks, dense: include='*' adds them"
     if any(layer_plan.calibrated for layer_plan in planned) and config.widens(model):
         yield "layers of bfloat16 are multiplied in float32 on the CPU (float32_products=False: in bfloat16)"
     if masked := sum(layer_plan.within_mask for layer_plan in planned):

@@ -217,6 +217,16 @@ PLANS = {
 }
 
 
+@pytest.mark.parametrize(("width", "notes"), [(10, []), (11, ["26% of the weights that can be pruned lie outside of"])])
+def test_a_note_says_that_much_lies_outside_of_the_blocks(width, notes):
+    """64 weights in each of four layers of the blocks, and eight times the width in the stem."""
+    blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(2))
+    model = nn.ModuleDict({"layers": blocks, "stem": nn.Linear(8, width)})
+    found = mts.make_plan(model, "magnitude").notes
+    assert [note.startswith(start) for note, start in zip(found, notes, strict=True)] == [True] * len(notes)
+    assert not mts.make_plan(model, "magnitude", include="*").notes
+
+
 @pytest.mark.parametrize("case", PLANS)
 def test_what_is_pruned_and_why_the_rest_stays_dense(case):
     build, options, dense = PLANS[case]
