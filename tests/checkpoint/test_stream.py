@@ -145,7 +145,7 @@ def test_what_a_model_adds_between_blocks_is_streamed_as_well(tmp_path, options)
     source = saved(tmp_path / "dense", tiny_yolos)
     data = {"data_loader": [{"pixel_values": torch.randn(2, 3, 32, 32)} for _ in range(2)]}
     report, _ = assert_streamed_as_in_memory(source, tmp_path, method="sparsegpt", **options, **data)
-    assert not report.notes
+    assert [note for note in report.notes if "outside of the blocks" not in note] == []  # heads are much of it
 
 
 COPIED = ("LICENSE", "README.md", "merges.txt", "preprocessor_config.json", "tokenizer.json", "tokenizer.model")
