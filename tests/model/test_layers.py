@@ -384,7 +384,7 @@ def of_lists() -> nn.Module:
 
 
 def behind_a_norm() -> nn.Module:
-    return nn.Sequential(nn.LayerNorm(8), nn.ModuleDict({"layers": blocks(Block, Block), "head": nn.Linear(8, 8)}))
+    return nn.Sequential(nn.LayerNorm(8), nn.ModuleDict({"layers": blocks(Block, OtherBlock), "head": nn.Linear(8, 8)}))
 
 
 def with_one_mixture() -> nn.Module:
