@@ -344,7 +344,7 @@ def _as_stack(module: nn.Module, path: str, prunable: set[nn.Module], *, mixed_a
 
 def _called_parts(path: str, module: nn.Module, prunable: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
     """A module by its path, or what it lists that holds prunable layers: a list itself is never called."""
-    if type(module).forward is not nn.Module.forward:
+    if dense_class(module).forward is not nn.Module.forward:
         yield path, module
         return
     for name, child in module.named_children():
