@@ -5,7 +5,7 @@
 Each model is trained here for --steps, on data that are drawn without end:
 mlp: four linear layers, 256 wide, that learn two functions of 32 numbers.
 encoder: nn.TransformerEncoder, 128 wide with 4 layers, that tells which of five characters is the most frequent.
-unet: convolutions down and up with group norms and skips, that takes the noise of given strength from gratings.
+unet: convolutions down and up with group norms and skips, that take noise, whose strength they are told, from gratings.
 lists: a vision transformer, 128 wide, whose 4 blocks are lists of an attention and an MLP; it tells directions.
 gpt2: transformers' GPT-2, 128 wide with 4 blocks, on the characters of the testbed's text.
 
@@ -86,7 +86,7 @@ class Attention(nn.Module):
         return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 
-def mlp() -> nn.Module:
+def over_channels() -> nn.Module:
     return nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
 
 
@@ -94,7 +94,7 @@ class Lists(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.patches, self.positions = nn.Conv2d(3, WIDTH, 4, 4), nn.Parameter(0.02 * torch.randn(64, WIDTH))
-        self.layers = nn.ModuleList(nn.ModuleList([Attention(), mlp()]) for _ in range(4))
+        self.layers = nn.ModuleList(nn.ModuleList([Attention(), over_channels()]) for _ in range(4))
         self.head = nn.Linear(WIDTH, DIRECTIONS)
 
     def forward(self, image: Tensor) -> Tensor:

@@ -343,7 +343,7 @@ class Block(nn.Module):
         self.more = nn.ModuleList(layers)
 
     def forward(self, x: Tensor) -> Tensor:
-        raise NotImplementedError
+        return self.down(self.up(x))
 
 
 class OtherBlock(Block):
@@ -383,6 +383,14 @@ def of_lists() -> nn.Module:
     return nn.ModuleDict({"layers": nn.ModuleList(map(nn.ModuleList, members))})
 
 
+def of_masked_lists() -> nn.Module:
+    """A mask makes a module sparse, which has a forward, and still cannot be called."""
+    model = of_lists()
+    model.get_submodule("layers.0").register_parameter("gain", nn.Parameter(torch.ones(8)))
+    set_mask(model, "layers.0.gain", torch.arange(8) > 3)
+    return model
+
+
 def behind_a_norm() -> nn.Module:
     return nn.Sequential(nn.LayerNorm(8), nn.ModuleDict({"layers": blocks(Block, OtherBlock), "head": nn.Linear(8, 8)}))
 
@@ -391,6 +399,7 @@ def with_one_mixture() -> nn.Module:
     return nn.Sequential(Block(Block(), Block()))
 
 
+OF_LISTS = {"layers": ["layers.0.0", "layers.0.2", "layers.1.0", "layers.1.2"]}
 # case -> (model, stack -> how many blocks it has, or their names)
 STACKS: dict[str, tuple[Callable[[], nn.Module], dict[str, int | list[str]]]] = {
     "a single layer": (lambda: tiny_llama(num_hidden_layers=1), {"model.layers": 1}),
@@ -398,7 +407,8 @@ STACKS: dict[str, tuple[Callable[[], nn.Module], dict[str, int | list[str]]]] = 
     "one block of experts": (with_one_mixture, {"": ["0"]}),
     "a model behind a norm": (behind_a_norm, {"1.layers": 2}),
     "nested lists that hold everything": (nested, {"stages.0": 2, "stages.1": 2}),
-    "lists in a list": (of_lists, {"layers": ["layers.0.0", "layers.0.2", "layers.1.0", "layers.1.2"]}),
+    "lists in a list": (of_lists, OF_LISTS),
+    "masked lists in a list": (of_masked_lists, OF_LISTS),
     "a sequence of blocks": (lambda: nn.Sequential(Block(), Block()), {"": ["0", "1"]}),
     "lists of single layers": (beside_lists_of_single_layers, {"layers": 2}),
     "blocks of two kinds": (lambda: nn.ModuleDict({"layers": blocks(Block, OtherBlock, Block)}), {"layers": 3}),
