@@ -219,9 +219,10 @@ PLANS = {
 
 @pytest.mark.parametrize(("width", "notes"), [(10, []), (11, ["26% of the weights that can be pruned lie outside of"])])
 def test_a_note_says_that_much_lies_outside_of_the_blocks(width, notes):
-    """64 weights in each of four layers of the blocks, and eight times the width in the stem."""
+    """64 weights in each of four layers of the blocks, and eight times the width in the stem; an embedding is never
+    pruned, and does not count."""
     blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(2))
-    model = nn.ModuleDict({"layers": blocks, "stem": nn.Linear(8, width)})
+    model = nn.ModuleDict({"layers": blocks, "stem": nn.Linear(8, width), "embed": nn.Embedding(100, 8)})
     found = mts.make_plan(model, "magnitude").notes
     assert [note.startswith(start) for note, start in zip(found, notes, strict=True)] == [True] * len(notes)
     assert not mts.make_plan(model, "magnitude", include="*").notes
