@@ -4,8 +4,8 @@ import math
 import platform
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
-from importlib.metadata import version
+from functools import cache, partial
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -337,6 +337,9 @@ def attach_report(model: nn.Module, report: Report | None) -> None:
 def attached_report(model: nn.Module) -> Report | None:
     """The report that `sparsify`, `restore` or `load` left on the model."""
     return getattr(model, ATTRIBUTE, None)
+
+
+version = cache(metadata.version)  # it reads a file of each, as long as magnitude takes for a tiny model
 
 
 def library_versions() -> dict[str, str]:
