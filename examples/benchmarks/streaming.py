@@ -176,7 +176,7 @@ def anonymous_peak(command: list[str]) -> tuple[float, str]:
         time.sleep(0.002)
     if worker.returncode:
         raise SystemExit(f"{command} failed with exit code {worker.returncode}")
-    return peak - before, worker.stdout.read()
+    return peak - before, worker.communicate()[0]
 
 
 def measure(job: dict, count: int) -> dict[str, float]:
@@ -207,7 +207,7 @@ def measure(job: dict, count: int) -> dict[str, float]:
     seconds = time.perf_counter() - began
     if any(worker.returncode for worker in workers):
         raise SystemExit(f"the run of {job['source']} failed with exit codes {[each.returncode for each in workers]}")
-    exchanges = [json.loads(worker.stdout.read()) for worker in workers]
+    exchanges = [json.loads(worker.communicate()[0]) for worker in workers]
     stretches = [[b - a for a, b in pairwise(each)] for each in exchanges]
     path = sum(map(max, zip(*stretches, strict=True)))
     beyond = {name: max(peak[name] - own[name] for peak, own in zip(peaks, imports)) for name in imports[0]}

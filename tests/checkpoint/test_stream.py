@@ -331,20 +331,24 @@ def test_the_index_is_the_one_that_transformers_writes(tmp_path):
 # the benchmark --------------------------------------------------------------------------------------------------------
 
 
-def curve(folder: Path, options: str) -> tuple[list[list[float]], str]:
-    """The rows of the table that the benchmark prints, and all that it prints."""
-    script = "examples/benchmarks/streaming.py --width 1024 --threads 1"
-    ran = run_python(*script.split(), *options.split(), "--work", folder)
-    assert ran.returncode == 0, ran.stderr
-    rows = [line for line in ran.stdout.splitlines() if line.startswith("|")][2:]
-    return [[float(cell) for cell in row.split("|")[1:-1]] for row in rows], ran.stdout
+@pytest.fixture
+def curve(run_script, tmp_path) -> Callable[[str], tuple[list[list[float]], str]]:
+    """Options -> the rows of the table that the benchmark prints, and all that it prints."""
+
+    def call(options: str) -> tuple[list[list[float]], str]:
+        ran = run_script("streaming.py", "--width", 1024, "--threads", 1, *options.split(), "--work", tmp_path)
+        assert ran.code == 0, ran.err
+        rows = [line for line in ran.out.splitlines() if line.startswith("|")][2:]
+        return [[float(cell) for cell in row.split("|")[1:-1]] for row in rows], ran.out
+
+    return call
 
 
 @pytest.mark.slow
-def test_the_benchmark_prints_a_curve(tmp_path):
+def test_the_benchmark_prints_a_curve(curve, tmp_path):
     """Of two depths: 0.14 GB more of weights take nowhere near as much memory beyond the plan of the smaller, as they
     would if blocks were not dropped. The peaks are those of samples, which may miss one."""
-    rows, printed = curve(tmp_path, "--sizes 0.07,0.21 --method magnitude")
+    rows, printed = curve("--sizes 0.07,0.21 --method magnitude")
     (small, *_, planned), (large, blocks, _, _, _, peak, _) = rows
     assert (round(small, 1), round(large, 1)) == (0.1, 0.2)
     assert blocks > 4
@@ -354,8 +358,8 @@ def test_the_benchmark_prints_a_curve(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_plan_states_what_streaming_holds(tmp_path):
+def test_the_plan_states_what_streaming_holds(curve):
     """The measured peak stays below the estimate, but for what the C library keeps of freed memory (at these sizes up
     to half as much again), and the estimate is not several times as large."""
-    ((*_, peak, stated),), _ = curve(tmp_path, "--sizes 0.06 --batches 4 --batch 2 --length 256")
+    ((*_, peak, stated),), _ = curve("--sizes 0.06 --batches 4 --batch 2 --length 256")
     assert stated / 3 < peak < 1.5 * stated

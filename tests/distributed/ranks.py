@@ -272,17 +272,29 @@ def saved(folder: Path) -> Found:
     return {"error": error_of(lambda: mts.save(sparse_llama, folder / f"llama-{size()}"))}
 
 
-def started(folder: Path, *options: object) -> Found:
+OF_LAYER_0 = "--num-samples 5 --set include=['*.layers.0.*'] --set float32_products=false"
+STREAMED_BY_COMMAND = "--stream --num-samples 13 --dtype float32 --no-progress"  # a rounding of bfloat16 would grow
+
+
+def sparsify_command(out: Path, flags: str) -> list[str]:
+    """The arguments of `modelopt-sparse`."""
+    flags = f"--method sparsegpt --seq-len 32 --batch-size 1 {flags}"
+    data = ["--data", TESTBED / "calibration.txt", "--out", out]
+    return ["sparsify", *map(str, [TESTBED / "tiny-llama", *flags.split(), *data])]
+
+
+def started(out: Path, flags: str) -> Found:
     """`modelopt-sparse sparsify` in a process that torchrun has started."""
-    flags = "--method sparsegpt --num-samples 5 --seq-len 32 --batch-size 1 --set include=['*.layers.0.*'] "
-    flags += "--set float32_products=false"
-    data = ["--data", TESTBED / "calibration.txt", "--out", folder / "launched" / "sparse", *options]
-    code, said = run_command(["sparsify", *map(str, [TESTBED / "tiny-llama", *flags.split(), *data])])
+    code, said = run_command(sparsify_command(out, flags))
     return {"code": code, **said, "left": dist.is_initialized()}
 
 
 def command_line(folder: Path) -> Found:
-    return started(folder, "--no-progress")
+    return started(folder / "launched" / "sparse", f"{OF_LAYER_0} --no-progress")
+
+
+def command_that_streams(folder: Path) -> Found:
+    return started(folder / "launched-to-stream", STREAMED_BY_COMMAND)
 
 
 def command_that_fails(folder: Path) -> Found:
@@ -292,7 +304,7 @@ def command_that_fails(folder: Path) -> Found:
         raise OSError("the disk is full")
 
     setattr(mts, "save", on_a_full_disk)  # noqa: B010  # this process ends after it
-    return started(folder, "--overwrite", "--no-progress")
+    return started(folder / "launched" / "sparse", f"{OF_LAYER_0} --overwrite --no-progress")
 
 
 # streaming -----------------------------------------------------------------------------------------------------------
@@ -551,6 +563,7 @@ GROUPS: dict[str, tuple[int, tuple[Callable[..., Found | None], ...]]] = {
     "streaming alone": (1, (streamed, streamed_on, smaller)),
     "launched": (2, (command_line,)),
     "launched to fail": (2, (command_that_fails,)),
+    "launched to stream": (2, (command_that_streams,)),
     "training": (2, TRAINING),
 }
 
