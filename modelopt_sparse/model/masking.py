@@ -223,15 +223,25 @@ def zero_state(optimizer: torch.optim.Optimizer, weight: nn.Parameter, mask: Ten
     """Write +0.0 wherever ``mask`` is False to the optimizer's state of a weight: to all tensors of its shape.
 
     Tensors with an attribute ``requires_dense`` that is True stay as they are, and so do integers: they are codes
-    (8-bit states), where the code 0 need not stand for the number 0.
+    (8-bit states), where the code 0 need not stand for the number 0. So does a state that holds more than numbers and
+    tensors whose axes are those of the weight: moments beside matrices of another basis (SOAP, GaLore) are no moments
+    of single weights, and zeros in them would let training diverge.
     """
     # optimizers inside: of ZeroRedundancyOptimizer, SAM, Lookahead
     inside = [x for x in vars(optimizer).values() if isinstance(x, torch.optim.Optimizer)]
-    for value in (value for x in (optimizer, *inside) for value in x.state.get(weight, {}).values()):
+    states = [x.state.get(weight, {}).values() for x in (optimizer, *inside)]
+    for value in (value for state in states if all(_fits(x, weight) for x in state) for value in state):
         alike = isinstance(value, Tensor) and value.shape == weight.shape and value.is_floating_point()
         if alike and not getattr(value, "requires_dense", False):
             with torch.no_grad():
                 write_zeros(value, mask_like(mask.to(value.device), value))
+
+
+def _fits(value: Any, weight: Tensor) -> bool:
+    """Whether a value of an optimizer's state is a number, or has the weight's axes or fewer."""
+    if isinstance(value, Tensor):
+        return value.dim() < weight.dim() or all(a in (1, b) for a, b in zip(value.shape, weight.shape))
+    return value is None or isinstance(value, (bool, int, float, str))
 
 
 def _find_parameter(module: nn.Module, name: str) -> tuple[nn.Module, str, nn.Parameter]:
@@ -736,7 +746,11 @@ def _cut(holder: Callable[[], Any], name: str, gradient: Tensor) -> Tensor | Non
     if gradient.layout == torch.sparse_coo:
         return _masked_sparse(gradient, mask)
     if name in module.faint_parameters:
-        return faint_gradient(gradient, mask_like(mask, gradient))
+        if hasattr(gradient, "faint"):  # by another module that holds the weight
+            return None
+        gradient = faint_gradient(gradient, mask_like(mask, gradient))
+        gradient.faint = True  # type: ignore[attr-defined]
+        return gradient
     masked_by, *versions = getattr(gradient, "masked", (None,))
     if masked_by is mask and versions == [mask._version, gradient._version]:
         return None
