@@ -221,7 +221,8 @@ def without_loss(model: nn.Module, call: Call) -> Call:
     """The call without arguments of the model's own loss, whose batch would have another size."""
     kwargs = {name: value for name, value in call.kwargs.items() if name not in OF_THE_LOSS}
     labels = call.kwargs.get("labels")
-    if is_encoder_decoder(model) and labels is not None and "decoder_input_ids" not in kwargs:
+    of_tokens = labels is not None and labels.dim() > 1  # those of a classifier are one for each sample
+    if is_encoder_decoder(model) and of_tokens and "decoder_input_ids" not in kwargs:
         if (shifted := getattr(model, "prepare_decoder_input_ids_from_labels", None)) is None:
             raise ValueError(f"a {type(model).__name__} tells no decoder_input_ids from labels: give both")
         kwargs["decoder_input_ids"] = shifted(labels)

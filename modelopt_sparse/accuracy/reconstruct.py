@@ -26,14 +26,15 @@ from modelopt_sparse.calibration.calls import AtBlock, Inputs
 from modelopt_sparse.calibration.dense import BlockTask
 from modelopt_sparse.calibration.forward import forward_context
 from modelopt_sparse.calibration.padding import INSTEAD, PaddingError
+from modelopt_sparse.model.devices import is_out_of_memory
 from modelopt_sparse.model.masking import without_masks
 from modelopt_sparse.reports.values import BlockReport
 from modelopt_sparse.run import Run
 
 
-def dense_goals(block: BlockTask, inputs: Inputs, run: Run) -> list[Tensor] | None:
-    """What the block puts out while it is dense, in each calibration call of this process. None for a block that is not
-    tuned: it has no layers, or cannot be run by itself, as the report says."""
+def dense_goals(block: BlockTask, inputs: Inputs, run: Run) -> dict[int, Tensor] | None:
+    """What the block puts out while it is dense, by the number of the calibration call in this process. None for a
+    block that is not tuned: it has no layers, or cannot be run by itself, as the report says."""
     if not isinstance(inputs, AtBlock) or not inputs.once:
         return None
     outputs = inputs.dense_outputs(wanted=bool(block.layer_plans))
@@ -42,22 +43,25 @@ def dense_goals(block: BlockTask, inputs: Inputs, run: Run) -> list[Tensor] | No
 
 def reconstruct(
     block: BlockTask,
-    goals: list[Tensor],
+    dense_outputs: Mapping[int, Tensor],
     masks: Masks,
     movable: Mapping[nn.Parameter, TrainableMask],
     inputs: Inputs,
     run: Run,
 ) -> None:
-    """Tune a block in place towards its ``goals``, and report it. ``masks`` are those of the weights pruned in this run
-    (True = kept; None: all of it is tuned); those of ``movable`` move.
+    """Tune a block in place towards its ``dense_outputs`` (`dense_goals`), and report it. ``masks`` are those of the
+    weights pruned in this run (True = kept; None: all of it is tuned); those of ``movable`` move.
 
     Never worse on the batches held back, see `tune`; where no epoch is better, all are made again at a quarter of the
-    rate. ``requires_grad`` and gradients are as before afterwards.
+    rate. ``requires_grad`` and gradients are as before afterwards. A block that cannot be run backward stays.
     """
     options, began = run.config.reconstruct, time.perf_counter()
     assert options is not None
     assert isinstance(options.epochs, int)
     assert isinstance(inputs, AtBlock)
+    # a call may go another way now than through dense blocks
+    inputs = inputs.only({call.number for call in inputs.calls if inputs.block in call.way} & dense_outputs.keys())
+    goals = [dense_outputs[call.number] for call in inputs.calls]
     metric = inputs.data.metrics.get(inputs.block)  # R, errors are those of outputs times R
     weights = dict(tunable(run.model, inputs.block, masks, vectors=options.norms_and_biases))
     if not weights:
@@ -79,8 +83,8 @@ def reconstruct(
         energies = [float(_squared(goal.float(), real, metric)) for goal, real in zip(goals, token_masks)]
         step_energies, sizes = batches.per_step(energies), batches.per_step([goal.numel() for goal in goals])
         judge = partial(batches.validation_error, lambda index: (float(error(index)), energies[index]))
-        before = judge()
         try:
+            before = judge()
             for rate in (options.learning_rate, options.learning_rate / 4):
                 values = TunedWeights(weights, outputs_of(block.layer_plans), rate, movable)
                 values.scale_rate(before)
@@ -88,6 +92,13 @@ def reconstruct(
                 del values  # the next ones take as much memory
                 if epoch:  # else larger steps lost more than they gained
                     break
+        except (RuntimeError, ValueError) as error:
+            cause = error.__cause__ or error  # `errors_name_batch` blames the data
+            if not isinstance(cause, RuntimeError) or is_out_of_memory(cause) or run.processes.size > 1:
+                raise
+            problem = f"to train it fails ({str(cause).splitlines()[0]})"
+            run.report.notes.append(f"{block.name!r} is not reconstructed: {problem}")
+            return
         except BaseException:
             run.report.notes.append(f"{block.name!r}: its reconstruction was broken off; it has the best values so far")
             raise

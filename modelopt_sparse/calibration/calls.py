@@ -33,6 +33,7 @@ from modelopt_sparse.calibration.forward import (
     forward_context,
     input_hooks,
     onloaded_blocks,
+    output_tensor,
     record_outputs,
 )
 from modelopt_sparse.calibration.rerun import (
@@ -45,6 +46,7 @@ from modelopt_sparse.calibration.rerun import (
     draw_from,
     objects_of,
     random_states,
+    settings_of,
     with_copied_arguments,
 )
 from modelopt_sparse.model.devices import (
@@ -108,7 +110,9 @@ class Calls:
     """Runs calls of the model while its blocks are watched.
 
     stack_of: block -> its stack. outside: blocks that were called outside of a call of the model.
-    attempt: the run under way. seen: gets each visit of a block in it.
+    attempt: the run under way. seen: gets each visit of a block in it. running: the block that computes.
+    leaving: blocks that change numbers or text among their own attributes; late: blocks of which layers are called
+    after them as well; both known of runs that are `seen`.
     shapes: (block, signature of its arguments) -> its output without values, of all visits that have run; None where
       values decide what it puts out.
     """
@@ -118,6 +122,9 @@ class Calls:
         self.stack_of = {block: stack for stack in self.run.plan.stacks for block in stack.blocks}
         self.outside: set[nn.Module] = set()
         self.seen: Seen | None = None
+        self.running: nn.Module | None = None
+        self.leaving: set[nn.Module] = set()
+        self.late: set[nn.Module] = set()
         self.shapes: dict[Any, Answer | None] = {} if shapes is None else shapes
         modules = [*self.run.model.modules()]
         self._state = partial(ModelState, modules, objects_of(modules))
@@ -263,7 +270,16 @@ class Calls:
             attempt.need()
         index, key, random = attempt.index, (block, arguments.signature()), random_states()
         attempt.begun |= block is attempt.wanted
-        output = self._forward(attempt, block, forward, arguments.args, arguments.kwargs)
+        before = self.seen and settings_of([*block.modules()])
+        self.running, around = block, self.running
+        try:
+            output = self._forward(attempt, block, forward, arguments.args, arguments.kwargs)
+        finally:
+            self.running = around
+        if self.seen and settings_of([*block.modules()]) != before:
+            self.leaving.add(block)
+        if any(isinstance(x, Unknown) for x in flat_tensors(output)):  # it came to the block past its arguments
+            attempt.need()
         answer = Answer.of(output, arguments, random, self._home.get(block))
         config = self.run.config
         dense_wanted = config.sequential == "none" or config.reconstruct is not None or config.budget is not None
@@ -476,23 +492,31 @@ class AtBlock:
         some.calls = [call for call in self.calls if call.number in numbers]
         return some
 
-    def outputs_of(self, modules: Sequence[nn.Module], index: int) -> list[Tensor]:
-        """The first output tensor of each module in a run of call ``index`` to the block. Gradients are those of the
-        block alone."""
-        run = partial(self._run_to, self.calls[index], self.block, self.done)
+    def outputs_of(self, modules: Sequence[nn.Module], index: int, *, first_alone: bool = False) -> list[Tensor]:
+        """What each module puts out (`output_tensor`) in a run of call ``index`` to the block. Gradients are those of
+        the block alone."""
+        call = self.calls[index]
+        run = partial(self._run_to, call, self.block, self.done)
         with self.again.watching():
-            return record_outputs(run, modules)
+            return record_outputs(run, modules, lambda x: self._taken(call, x, first_alone=first_alone))
 
-    def dense_outputs(self, *, wanted: bool) -> list[Tensor]:
-        """The block's first output tensor on each call that has come through dense blocks alone, if they are
-        ``wanted``; to be asked for while the block is dense."""
-        goals: list[Tensor] = []
+    def dense_outputs(self, *, wanted: bool) -> dict[int, Tensor]:
+        """Number of a call -> what the block puts out (`output_tensor`) when the call has come through dense blocks
+        alone, if that is ``wanted``; to be asked for while the block is dense."""
+        goals: dict[int, Tensor] = {}
         with self.again.watching(), forward_context(self.run):
             for call in self.dense[self.again.stack_of[self.block]]:
                 if self.block in call.way:
                     run = partial(self._run_to, call, self.block, self.done | {self.block})
-                    goals += record_outputs(run, [self.block] * wanted, lambda x: copied(x, self.run))
+                    take = partial(lambda call, x: copied(self._taken(call, x), self.run), call)
+                    for x in record_outputs(run, [self.block] * wanted, take):
+                        goals[call.number] = x
         return goals
+
+    def _taken(self, call: NumberedCall, output: Any, *, first_alone: bool = False) -> Tensor:
+        """The `output_tensor`. Padding is that of the first stream."""
+        padded = call.masks.at(self.data.sides[self.block]) is not None
+        return output_tensor(output, first_alone=first_alone or padded)
 
 
 Inputs = WholeModel | AtBlock  # of the layers of one block after the other

@@ -525,6 +525,10 @@ def _why_whole(
     for name, block in ((name, block) for stack in stacks for name, block in zip(stack.names, stack.blocks)):
         if block in dense.again.outside:
             return "its blocks are called outside of a call of the model"
+        if block in dense.again.late:
+            return "layers of its blocks are called after these as well"
+        if block in dense.again.leaving:
+            return "its blocks leave something beside their output"
         if block not in blocks and any(layer_plan.name in dense.inputs.order for layer_plan in by_block.get(name, [])):
             return "not its blocks are called, but what is inside of them"
     for call in dense.calls if dense.data.run.config.sequential == "none" else ():

@@ -101,14 +101,20 @@ def input_key(layer: Layer, inputs: tuple[Tensor, ...]) -> tuple:
     return (*((id(x), version(x)) for x in inputs), layer.adapter.signature(layer.owner), uncounted)
 
 
-def record_outputs(
-    run: Callable[[], Any], modules: Sequence[nn.Module], hold: Callable[[Tensor], Tensor] = lambda x: x
-) -> list[Tensor]:
-    """The first output tensor of each of the ``modules`` in what ``run`` runs, each held as soon as it is there."""
+def output_tensor(output: Any, *, first_alone: bool = False) -> Tensor:
+    """What is compared of a block's output: its first tensor of numbers; where it is ``[samples, tokens, channels]``,
+    with those of as many samples and channels behind it, as of two streams (Flux, Stable Diffusion 3)."""
+    first, *others = (dense_rows(x) for x in flat_tensors(output) if x.is_floating_point())
+    streams = [x for x in others if x.dim() == first.dim() == 3 and x.shape[::2] == first.shape[::2]]
+    return first if first_alone or not streams else torch.cat([first, *streams], 1)
+
+
+def record_outputs(run: Callable[[], Any], modules: Sequence[nn.Module], take: Callable[[Any], Tensor]) -> list[Tensor]:
+    """What ``take`` makes of the output of each of the ``modules`` in what ``run`` runs, as soon as it is there."""
     outputs: dict[nn.Module, Tensor] = {}
 
     def see(module: nn.Module, args: Any, output: Any) -> None:
-        outputs[module] = hold(dense_rows(flat_tensors(output)[0]))
+        outputs[module] = take(output)
 
     with ExitStack() as hooks:
         for module in modules:

@@ -8,7 +8,8 @@ import copy
 import random
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, is_dataclass, replace
+from enum import Enum
 from functools import partial
 from itertools import count
 from operator import is_
@@ -168,9 +169,11 @@ class Answer:
 
     @property
     def kind(self) -> list[Any] | None:
-        """All of the output but the values of its tensors; None if it holds numbers, which may depend on values."""
+        """All of the output but the values of its tensors; None if it holds numbers, text or plain records, which may
+        depend on values."""
         leaves = leaves_of((self.output, self.written))
-        if any(isinstance(x, (bool, int, float)) for x in leaves):
+        plain = (bool, int, float, str, np.generic, Enum)
+        if any(isinstance(x, plain) or (is_dataclass(x) and not isinstance(x, Leaf)) for x in leaves):
             return None
         return [(x.meta.shape, x.meta.dtype, x.same) if isinstance(x, Leaf) else type(x) for x in leaves]
 

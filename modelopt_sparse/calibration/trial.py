@@ -100,12 +100,17 @@ def watching(
     calls: Calls, run: Run, only: Container[NumberedCall] | None = None
 ) -> Iterator[dict[Attempt, list[Visit]]]:
     """While entered, runs of calls, or of these ``only``, are seen: run -> its visits of blocks so far."""
-    exact, runs = is_exact(run), defaultdict[Attempt, list[Visit]](list)
+    exact, runs, homes = is_exact(run), defaultdict[Attempt, list[Visit]](list), run.plan.homes
+    names = {block: name for name, block in run.plan.named_blocks.items()}
     inputs: list[tuple[Attempt, nn.Module, Fingerprint]] = []  # since the last visit
 
     def on_layer(module: nn.Module, args: tuple, kwargs: dict) -> None:
         attempt = calls.attempt
-        if attempt is not None and (only is None or attempt.call in only):
+        if attempt is None:
+            return
+        if calls.running not in (own := {block for block in attempt.visits if names[block] in homes.get(module, ())}):
+            calls.late |= own
+        if only is None or attempt.call in only:
             inputs.append((attempt, module, fingerprint_of((args, kwargs), exact=exact)))
 
     def seen(attempt: Attempt, block: nn.Module, output: Any, ran: bool) -> None:
@@ -156,6 +161,7 @@ def truth_of(calls: Calls, tried: Iterable[NumberedCall]) -> Tried:
 
 def is_repeatable(calls: Calls, tried: Tried) -> bool:
     """Whether the calls compute the same as before when they are run whole once more."""
+    calls.leaving.clear()  # what a first call sets up does not count
     pairs = [(visits or [], tried[call] or []) for call, visits in truth_of(calls, tried).items()]
     return all(_alike(visits, truth) and len(visits) == len(truth) for visits, truth in pairs)
 
@@ -176,11 +182,13 @@ def rehearse(walk: AtBlock, tried: Tried, dense_run: Run) -> str | None:
                 run.storage.load(block)  # before it moves to the execution device
                 at_block = walk.at(block)
                 with at_block.on_device(), watching(walk.again, dense_run) as runs:
+                    if run.config.reconstruct is not None:
+                        at_block.dense_outputs(wanted=True)
                     for _ in range(2 if block is walk.blocks[-1] else 1):
                         at_block.collect()
                     at_block.advance()
                 for attempt, visits in runs.items():
-                    expected = truth[attempt.call]
+                    expected = truth.get(attempt.call)  # none of those that only go on
                     if expected is not None and not _alike(visits, expected):
                         return OTHER_OUTPUT
     except (PaddingError, Unreadable):

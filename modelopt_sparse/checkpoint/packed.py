@@ -21,7 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from modelopt_sparse.checkpoint.folder import (
     INDEX,
@@ -214,10 +214,12 @@ def loaded(
     refuse_adapter(folder)
     generation = generation_of(folder)
     options = {"ignore_mismatched_sizes": True, **options}  # `unloaded` names them
+    named = issubclass(architecture, PreTrainedModel)  # else it is an Auto class, which wants a name
+    remote = {key: options[key] for key in ("revision", "trust_remote_code") if key in options}
+    if named and not isinstance(config := AutoConfig.from_pretrained(source, **remote), architecture.config_class):
+        options = {"config": config, **options}  # of EXAONE: its Llama class would read and write that of a Llama
     if not is_packed(folder):
         return architecture.from_pretrained(source, output_loading_info=True, **options)
-    named = issubclass(architecture, PreTrainedModel)  # else it is an Auto class, which wants a name
-    remote = {"trust_remote_code": options.get("trust_remote_code", False)}
     model_type: Any = architecture if named else type(empty_model(folder, **remote))
     weights = opened_weights(folder) if weights is None else weights
     unread = {name: Unread(file, name) for name, file in weights.items()}

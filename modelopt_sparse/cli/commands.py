@@ -417,7 +417,7 @@ def shrink(
     sizes: dict[str, Any] = {name: read_yaml(value, f"--{name}") for name, value in numbers.items() if value}
     pairs = [assignment.partition("=") for assignment in to or []]
     sizes |= {"to": {key: read_yaml(size, f"--to {key}") for key, _, size in pairs}, "budget": budget}
-    sizes = {name: value for name, value in sizes.items() if value}
+    sizes = {name: value for name, value in sizes.items() if value not in (None, {})}
     settings = settings_of(source, criterion=criterion, quality=quality, progress=progress, **text_flags) | sizes
     settings.pop("method")
     of_run = {name: value for name, value in settings.items() if name not in ("data", "tokenizer", "progress")}

@@ -128,7 +128,7 @@ def _influence(inputs: AtBlock, batches: BatchNumbers) -> float:
             states.append(flat_tensors((args, kwargs))[0])
 
         with inputs.block.register_forward_pre_hook(see, with_kwargs=True):
-            (after,) = inputs.outputs_of([inputs.block], index)
+            (after,) = inputs.outputs_of([inputs.block], index, first_alone=True)
         before = states[-1].to(after.device)
         cosines = torch.cosine_similarity(before.double(), after.double(), dim=-1)
         mask = call.masks.at(inputs.data.sides[inputs.block])
