@@ -8,6 +8,7 @@ transformer matching of 3BASiL (arXiv 2603.01376).
 import time
 from collections.abc import Mapping
 from functools import partial
+from textwrap import shorten
 
 import torch
 from torch import Tensor, nn
@@ -96,7 +97,7 @@ def reconstruct(
             cause = error.__cause__ or error  # `errors_name_batch` blames the data
             if not isinstance(cause, RuntimeError) or is_out_of_memory(cause) or run.processes.size > 1:
                 raise
-            problem = f"to train it fails ({str(cause).splitlines()[0]})"
+            problem = f"to train it fails ({shorten(str(cause), 120)})"
             run.report.notes.append(f"{block.name!r} is not reconstructed: {problem}")
             return
         except BaseException:

@@ -111,7 +111,7 @@ class Calls:
 
     stack_of: block -> its stack. outside: blocks that were called outside of a call of the model.
     attempt: the run under way. seen: gets each visit of a block in it. running: the block that computes.
-    leaving: blocks that change numbers or text among their own attributes; late: blocks of which layers are called
+    leaving: blocks that change their own attributes (`_choices`); late: blocks of which layers are called
     after them as well; both known of runs that are `seen`.
     shapes: (block, signature of its arguments) -> its output without values, of all visits that have run; None where
       values decide what it puts out.
@@ -270,13 +270,13 @@ class Calls:
             attempt.need()
         index, key, random = attempt.index, (block, arguments.signature()), random_states()
         attempt.begun |= block is attempt.wanted
-        before = self.seen and settings_of([*block.modules()])
+        before = self.seen and self._choices(block)
         self.running, around = block, self.running
         try:
             output = self._forward(attempt, block, forward, arguments.args, arguments.kwargs)
         finally:
             self.running = around
-        if self.seen and settings_of([*block.modules()]) != before:
+        if self.seen and self._choices(block) != before:
             self.leaving.add(block)
         if any(isinstance(x, Unknown) for x in flat_tensors(output)):  # it came to the block past its arguments
             attempt.need()
@@ -294,6 +294,10 @@ class Calls:
         if attempt.last is not None and attempt.call.way[index : index + 1] != (block,):
             attempt.last = None  # another way than before: it is run to its end
         return output
+
+    def _choices(self, block: nn.Module) -> list[Any]:
+        """Plain attributes of a block that may decide something; integers are mostly counters."""
+        return settings_of([*block.modules()], (bool, float, str))
 
     def _after(self, block: nn.Module, args: Any, output: Any) -> None:
         if (attempt := self.attempt) is not None and attempt.last == attempt.index:

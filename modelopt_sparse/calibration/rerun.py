@@ -315,12 +315,12 @@ class ModelState:
                 put(before)
 
 
-def settings_of(modules: Sequence[nn.Module]) -> list[Any]:
+def settings_of(modules: Sequence[nn.Module], kinds: tuple[type, ...] = (bool, int, float, str)) -> list[Any]:
     """What a call depends on beside its arguments and tensors, as far as it is plain: torch's flags, and each module's
-    modes, attributes that are numbers or text, and number of hooks."""
+    modes, attributes that are numbers or text (of these ``kinds``), and number of hooks."""
 
     def plain(attrs: Mapping[str, Any]) -> list[Any]:
-        values = [(key, value) for key, value in attrs.items() if isinstance(value, (bool, int, float, str))]
+        values = [(key, value) for key, value in attrs.items() if isinstance(value, kinds)]
         return [*values, len(attrs["_forward_hooks"]), len(attrs["_forward_pre_hooks"])]
 
     return [[get() for get, _ in FLAGS], [plain(vars(module)) for module in modules]]

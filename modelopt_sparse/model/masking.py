@@ -238,9 +238,11 @@ def zero_state(optimizer: torch.optim.Optimizer, weight: nn.Parameter, mask: Ten
 
 
 def _fits(value: Any, weight: Tensor) -> bool:
-    """Whether a value of an optimizer's state is a number, or has the weight's axes or fewer."""
+    """Whether a value of an optimizer's state is a number, a vector, or has the weight's axes, all but one or means."""
     if isinstance(value, Tensor):
-        return value.dim() < weight.dim() or all(a in (1, b) for a, b in zip(value.shape, weight.shape))
+        of_all = value.dim() == weight.dim() and all(a in (1, b) for a, b in zip(value.shape, weight.shape))
+        without_one = [weight.shape[:i] + weight.shape[i + 1 :] for i in range(weight.dim())]
+        return value.dim() < 2 or of_all or value.shape in without_one
     return value is None or isinstance(value, (bool, int, float, str))
 
 

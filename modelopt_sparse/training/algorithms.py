@@ -184,10 +184,10 @@ class DynamicSparsityAlgorithm(SparsityAlgorithm):
             if self.needs_gradient:
                 if (gradient := weight.gradient) is None:
                     continue  # no sample of this step came to the layer
-                came = gradient != 0
+                came, pruned = (weight.layer.matrix(x) for x in (gradient != 0, ~weight.mask))
                 idle += [name] * (not came.any())
-                if (came & weight.mask).any() and not weight.mask.all() and not (came & ~weight.mask).any():
-                    lost.append(name)
+                due = came.any(-1, keepdim=True) & came.any(-2, keepdim=True) & pruned  # by outer products
+                lost += [name] * bool(due.any() and not (came & pruned).any())
                 matrix = matrix.clone(memory_format=torch.contiguous_format)
                 matrix.grad = weight.layer.matrix(gradient).to(matrix.dtype)
             for label, values in (("weight", matrix), ("gradient of", matrix.grad)):

@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from transformers import BartConfig, BartForSequenceClassification
 from transformers.modeling_outputs import CausalLMOutput
 
 import modelopt_sparse as mts
@@ -177,6 +178,24 @@ def test_labels_that_no_decoder_inputs_are_made_of():
     words = "a WhisperForConditionalGeneration tells no decoder_input_ids from labels: give both"
     refused(mts.sparsify, build(), "wanda", distill=1, match=words, **options)
     assert f"no distillation: {words}" in mts.report(mts.sparsify(build(), "wanda", distill="auto", **options)).notes
+
+
+def test_class_labels_are_no_tokens_of_a_decoder():
+    """A classifier on an encoder-decoder makes its decoder's inputs of its own."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 53, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "max_position_embeddings": 32}
+    sizes |= {f"{side}_{name}": size for side in ("encoder", "decoder") for name, size in HEADS.items()}
+    batches = [
+        {"input_ids": ids, "labels": torch.zeros(len(ids), dtype=torch.long)} for ids in token_batches(4, vocab=53)
+    ]
+    for batch in batches:
+        batch["input_ids"][:, -1] = 2  # the end, where the classifier looks
+    model = BartForSequenceClassification(BartConfig(num_labels=3, eos_token_id=2, pad_token_id=52, **sizes))
+    mts.sparsify(model, "wanda", data_loader=batches, distill=1, progress=False)
+    assert mts.report(model).distillation.kl_before > 0
+
+
+HEADS = {"ffn_dim": 32, "attention_heads": 2}
 
 
 def test_one_row_alone_makes_no_step():

@@ -1,7 +1,10 @@
 """Blocks that can be run one by one, and blocks that cannot."""
 
+from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -52,6 +55,9 @@ WHOLE = {
     (stacked.Shuffled, "none"): ORDER,
     (stacked.Twice, "none"): ORDER,
     (stacked.Kept, "block"): "a call that is run again computes something else",
+    (stacked.CalledLater, "block"): "layers of its blocks are called after these as well",
+    (stacked.Confident, "block"): "its blocks leave something beside their output",
+    (stacked.Confident, "none"): "its blocks leave something beside their output",
 }
 
 
@@ -67,6 +73,27 @@ def test_blocks_whose_answers_are_not_enough_are_calibrated_through_the_whole_mo
         calibrate(model, STACKED, vectors(), sequential)
     assert any(why in note for note in mts.report(model).notes)
     assert thread_state() == before
+
+
+@dataclass(frozen=True)
+class Said:
+    stop: bool
+
+
+SAYING = {
+    "bool": bool,
+    "NumPy": np.bool_,
+    "text": str,
+    "record": Said,
+    "Enum": partial(Enum("Choice", {"A": 0, "B": 1})),
+}
+
+
+@pytest.mark.parametrize("said", SAYING)
+def test_what_a_block_says_beside_its_output_may_decide(said):
+    """Calls with the same shapes go other ways."""
+    batches = [x + shift for x, shift in zip(vectors(6)[:1] * 6, (-9, 9, -9, -9, 9, -9))]
+    assert_calibrated(stacked.Deciding(SAYING[said]), STACKED, batches, "block")
 
 
 def test_what_hooks_hand_on_from_block_to_block():

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 import modelopt_sparse as mts
 from tests.helpers import assert_bits, assert_same_masks, assert_same_state, state_of
@@ -72,3 +73,18 @@ def test_a_model_that_cannot_be_sparse_is_refused_and_left_as_it_was(name):
     assert len(str(caught.value).splitlines()) <= 2
     if before is not None:
         assert_same_state(model, before)
+
+
+@pytest.mark.skipif("exaone" not in CONFIG_MAPPING, reason="transformers has it since 5.20")
+def test_a_type_that_the_class_of_another_runs_keeps_its_config(tmp_path):
+    """EXAONE is a LlamaForCausalLM with other names on disk. Saved, loaded and saved again, packed, and streamed."""
+    sizes = {"vocab_size": 53, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("exaone", **sizes))
+    model.save_pretrained(tmp_path / "dense")
+    mts.sparsify_checkpoint(tmp_path / "dense", tmp_path / "streamed", "magnitude", progress=False)
+    mts.save(mts.sparsify(model, "magnitude", progress=False), tmp_path / "saved")
+    mts.save(mts.load(tmp_path / "saved"), tmp_path / "again", packed=True)
+    for name in ("saved", "again", "streamed"):
+        assert AutoConfig.from_pretrained(tmp_path / name).model_type == "exaone", name
+        assert_same_state(mts.load(tmp_path / name), state_of(model))

@@ -227,6 +227,8 @@ def test_shrink_writes_what_the_api_makes(run, work, tmp_path):
     assert "give --mlp 0.25 (a quarter" in run("shrink", work / "llama").err
     assert run("shrink", work / "llama", "--mlp", "25%").err.endswith("(or --plan, to see the sizes)\n")
     assert run("shrink", work / "llama", "--mlp", "25%", "--spill").err.endswith("--spill goes with --stream\n")
+    for flags in ("--mlp 0 --blocks 1", "--mlp 25% --blocks 0"):
+        assert " 0: give what goes" in run("shrink", work / "llama", *flags.split(), "--plan").err
 
 
 def test_plan_estimates_memory_in_the_dtype_of_the_run_also_on_a_device_of_another_machine(run, work):

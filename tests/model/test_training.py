@@ -275,6 +275,22 @@ def test_attach_optimizer_repairs_weights_at_once_and_leaves_kept_and_coded_stat
     assert all((state["codes"] == 127).all() for state in states.values())
 
 
+BESIDE = [{"Q": [torch.eye(8)]}, {"projector": object()}, {"preconditioner": torch.eye(3)}]  # SOAP, GaLore, Shampoo
+
+
+@pytest.mark.parametrize("beside", BESIDE, ids=lambda beside: next(iter(beside)))
+def test_moments_beside_matrices_of_another_basis_stay(beside):
+    """Not one of their numbers belongs to one weight. Means of rows or columns leave moments what they are."""
+    model = sparse_model()
+    optimizer, shown = torch.optim.SGD(model.parameters(), lr=0.0), MASKED[0]
+    weight, mask = model.get_parameter(shown), dict(mts.named_masks(model))[shown]
+    means = {"row": torch.ones(len(weight)), "column": torch.ones(1, *weight.shape[1:])}
+    for other, expected in ((beside, torch.ones_like(weight)), (means, mask.to(weight.dtype))):
+        optimizer.state[weight] = {"step": 1, "exp_avg": torch.ones_like(weight), **other}
+        mts.attach_optimizer(optimizer, model)
+        assert torch.equal(optimizer.state[weight]["exp_avg"], expected)
+
+
 def test_removing_the_handle_ends_the_attachment():
     model = sparse_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)

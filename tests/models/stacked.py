@@ -568,3 +568,54 @@ class Swallowing(Stacked):
             return block(x)
         except BaseException:
             return x * 2
+
+
+class CalledLater(Stacked):
+    """A layer of the first block is called once more, after all blocks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x + self.blocks[0].down(x.repeat(1, 1, 2)))
+
+
+class Confident(Stacked):
+    """Blocks say by an attribute of their own whether the next one is called."""
+
+    class kind(Block):
+        is_sure = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.is_sure = bool(x.mean() > 0)
+            return super().forward(x)
+
+    def order(self, x: Tensor) -> Iterable[nn.Module]:
+        for block in self.blocks:
+            yield block
+            if block.is_sure:
+                return
+
+
+class Deciding(nn.Module):
+    """Each block says beside its output whether it is the last one, by what ``say`` makes of a bool."""
+
+    def __init__(self, say: Callable[[bool], object]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.say, self.blocks = say, nn.ModuleList([self.Deciding(say) for _ in range(3)])
+
+    class Deciding(Block):
+        def __init__(self, say: Callable[[bool], object]) -> None:
+            super().__init__()
+            self.say = say
+
+        def forward(self, x: Tensor) -> tuple[Tensor, object]:
+            return super().forward(x), self.say(bool(x.mean() > 0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x, said = block(x)
+            if said == self.say(True):
+                break
+        return x

@@ -7,7 +7,8 @@ import warnings
 
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 from transformers import ViTConfig, ViTModel
 from transformers.optimization import Adafactor
 
@@ -18,6 +19,7 @@ from modelopt_sparse.model.masking import named_masks
 from modelopt_sparse.training.planner import find_weights
 from modelopt_sparse.training.updates import Scope
 from tests.helpers import assert_same_masks, assert_same_state, refused, state_of, tiny_llama, token_batches
+from tests.models.tricky import Shared
 from tests.training.cases import LAYERS, OTHERS, RECIPES, Zoo, applied, batch, loss_of, masks_of, take_step
 
 
@@ -563,6 +565,41 @@ def test_gradients_that_float16_has_lost_are_told():
         optimizer.step()
     optimizer = applied(training.RigL(0.0, include="weight", update=1), dense)
     take_step(dense(torch.randn(4, 8)).sum(), optimizer)
+
+
+def test_units_that_are_dead_have_lost_nothing():
+    """All pruned places are theirs."""
+    model = nn.Linear(4, 8)
+    sparsity = training.RigL(0.5, include="weight", update=1, init_method=lambda weight, _: first_half(weight))
+    optimizer = applied(sparsity, model)
+    take_step(model(torch.randn(16, 4))[:, :4].sum(), optimizer)
+
+
+def first_half(weight: Tensor) -> Tensor:
+    return (torch.arange(weight.numel()) < weight.numel() // 2).view(weight.shape)
+
+
+class Looking(training.DynamicSparsityAlgorithm):
+    """Keeps the gradients that it gets, and the masks as they are."""
+
+    needs_gradient = True
+
+    def update_mask(self, p, mask, sparsity):
+        self.gradient = p.grad
+        return mask
+
+
+def test_gradients_of_a_weight_that_two_modules_hold_are_whole():
+    """Pruned places have those of the dense weight, as live ones do."""
+    model = Shared()
+    algorithm = Looking(0.5, include="*weight", update=1)
+    optimizer, x = applied(algorithm, model), torch.randn(16, 8)
+    assert len(algorithm.sparse_params) == 1
+    weight = model.first.weight.detach().clone().requires_grad_()
+    hidden = F.linear(x, weight, model.first.bias).relu()
+    F.linear(hidden, weight, model.second.bias).square().sum().backward()
+    take_step(model(x).square().sum(), optimizer)
+    torch.testing.assert_close(algorithm.gradient, weight.grad)
 
 
 def test_a_plan_works_on_meta_and_apply_does_not():
