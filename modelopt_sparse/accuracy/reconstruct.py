@@ -93,8 +93,8 @@ def reconstruct(
                 del values  # the next ones take as much memory
                 if epoch:  # else larger steps lost more than they gained
                     break
-        except (RuntimeError, ValueError) as error:
-            cause = error.__cause__ or error  # `errors_name_batch` blames the data
+        except (RuntimeError, ValueError) as failed:
+            cause = failed.__cause__ or failed  # `errors_name_batch` blames the data
             if not isinstance(cause, RuntimeError) or is_out_of_memory(cause) or run.processes.size > 1:
                 raise
             problem = f"to train it fails ({shorten(str(cause), 120)})"

@@ -216,8 +216,9 @@ def loaded(
     options = {"ignore_mismatched_sizes": True, **options}  # `unloaded` names them
     named = issubclass(architecture, PreTrainedModel)  # else it is an Auto class, which wants a name
     remote = {key: options[key] for key in ("revision", "trust_remote_code") if key in options}
-    if named and not isinstance(config := AutoConfig.from_pretrained(source, **remote), architecture.config_class):
-        options = {"config": config, **options}  # of EXAONE: its Llama class would read and write that of a Llama
+    config = AutoConfig.from_pretrained(source, **remote)
+    if named and type(config) is not architecture.config_class:
+        options = {"config": config, **options}  # EXAONE's: its class, a Llama's, would read and write that of a Llama
     if not is_packed(folder):
         return architecture.from_pretrained(source, output_loading_info=True, **options)
     model_type: Any = architecture if named else type(empty_model(folder, **remote))
