@@ -258,7 +258,7 @@ def test_how_many_files_a_reader_opens_on_the_way_to_the_mask():
     """Those of functions that are entered between the first block and SparseGPT's first mask, twelve some day."""
     entered, _ = measures.way_to_the_mask(PACKAGE)
     assert len(entered) <= 19, entered
-    assert sum(entered.values()) <= 1_776, entered  # lines of these functions
+    assert sum(entered.values()) <= 1_811, entered  # lines of these functions
 
 
 # the order of the rooms ---------------------------------------------------------------------------------------------

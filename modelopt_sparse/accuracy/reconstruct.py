@@ -94,19 +94,22 @@ def reconstruct(
                 if epoch:  # else larger steps lost more than they gained
                     break
         except (RuntimeError, ValueError) as failed:
-            cause = failed.__cause__ or failed  # `errors_name_batch` blames the data
-            if not isinstance(cause, RuntimeError) or is_out_of_memory(cause) or run.processes.size > 1:
-                raise
-            problem = f"to train it fails ({shorten(str(cause), 120)})"
-            run.report.notes.append(f"{block.name!r} is not reconstructed: {problem}")
+            run.report.notes.append(f"{block.name!r} is not reconstructed: {_why_untrained(failed, run)}")
             return
         except BaseException:
             run.report.notes.append(f"{block.name!r}: its reconstruction was broken off; it has the best values so far")
             raise
-    moving, kind = "move" if movable else "frozen", "plain" if metric is None else "fisher"
-    way = f"rate {rate:g}, masks {moving}, {kind} metric"
+    way = f"rate {rate:g}, masks {'move' if movable else 'frozen'}, {'plain' if metric is None else 'fisher'} metric"
     report = BlockReport(block.name, before, best, epoch, round(time.perf_counter() - began, 3), notes, way)
     run.report.reconstructed(report, {layer_plan.name for layer_plan in block.layer_plans})
+
+
+def _why_untrained(failed: Exception, run: Run) -> str:
+    """Why a block cannot be run backward; any other failure is raised again."""
+    cause = failed.__cause__ or failed  # `errors_name_batch` blames the data
+    if not isinstance(cause, RuntimeError) or is_out_of_memory(cause) or run.processes.size > 1:
+        raise failed
+    return f"to train it fails ({shorten(str(cause), 120)})"
 
 
 def _squared(values: Tensor, token_mask: Tensor | None, metric: Tensor | None) -> Tensor:

@@ -106,12 +106,15 @@ class Attempt:
 Seen = Callable[[Attempt, nn.Module, Any, bool], object]  # gets a visit that is over: the output, whether it has run
 
 
+DECIDING = (bool, float, str)  # kinds of attributes; integers are mostly counters
+
+
 class Calls:
     """Runs calls of the model while its blocks are watched.
 
     stack_of: block -> its stack. outside: blocks that were called outside of a call of the model.
     attempt: the run under way. seen: gets each visit of a block in it. running: the block that computes.
-    leaving: blocks that change their own attributes (`_choices`); late: blocks of which layers are called
+    leaving: blocks that change attributes of their own that are DECIDING; late: blocks of which layers are called
     after them as well; both known of runs that are `seen`.
     shapes: (block, signature of its arguments) -> its output without values, of all visits that have run; None where
       values decide what it puts out.
@@ -270,13 +273,11 @@ class Calls:
             attempt.need()
         index, key, random = attempt.index, (block, arguments.signature()), random_states()
         attempt.begun |= block is attempt.wanted
-        before = self.seen and self._choices(block)
-        self.running, around = block, self.running
-        try:
-            output = self._forward(attempt, block, forward, arguments.args, arguments.kwargs)
-        finally:
-            self.running = around
-        if self.seen and self._choices(block) != before:
+        before = self.seen and settings_of([*block.modules()], DECIDING)
+        self.running = block
+        output = self._forward(attempt, block, forward, arguments.args, arguments.kwargs)
+        self.running = None
+        if self.seen and settings_of([*block.modules()], DECIDING) != before:
             self.leaving.add(block)
         if any(isinstance(x, Unknown) for x in flat_tensors(output)):  # it came to the block past its arguments
             attempt.need()
@@ -294,10 +295,6 @@ class Calls:
         if attempt.last is not None and attempt.call.way[index : index + 1] != (block,):
             attempt.last = None  # another way than before: it is run to its end
         return output
-
-    def _choices(self, block: nn.Module) -> list[Any]:
-        """Plain attributes of a block that may decide something; integers are mostly counters."""
-        return settings_of([*block.modules()], (bool, float, str))
 
     def _after(self, block: nn.Module, args: Any, output: Any) -> None:
         if (attempt := self.attempt) is not None and attempt.last == attempt.index:

@@ -108,8 +108,8 @@ def watching(
         attempt = calls.attempt
         if attempt is None:
             return
-        if calls.running not in (own := {block for block in attempt.visits if names[block] in homes.get(module, ())}):
-            calls.late |= own
+        over = {block for block in attempt.visits if names[block] in homes.get(module, ())}
+        calls.late |= over if calls.running not in over else set()
         if only is None or attempt.call in only:
             inputs.append((attempt, module, fingerprint_of((args, kwargs), exact=exact)))
 
