@@ -93,10 +93,10 @@ def reconstruct(
                 del values  # the next ones take as much memory
                 if epoch:  # else larger steps lost more than they gained
                     break
-        except (RuntimeError, ValueError) as failed:
-            run.report.notes.append(f"{block.name!r} is not reconstructed: {_why_untrained(failed, run)}")
-            return
-        except BaseException:
+        except BaseException as failed:
+            if (why := _why_untrained(failed, run)) is not None:
+                run.report.notes.append(f"{block.name!r} is not reconstructed: {why}")
+                return
             run.report.notes.append(f"{block.name!r}: its reconstruction was broken off; it has the best values so far")
             raise
     way = f"rate {rate:g}, masks {'move' if movable else 'frozen'}, {'plain' if metric is None else 'fisher'} metric"
@@ -104,11 +104,11 @@ def reconstruct(
     run.report.reconstructed(report, {layer_plan.name for layer_plan in block.layer_plans})
 
 
-def _why_untrained(failed: Exception, run: Run) -> str:
-    """Why a block cannot be run backward; any other failure is raised again."""
+def _why_untrained(failed: BaseException, run: Run) -> str | None:
+    """Why a block cannot be run backward; None for any other failure."""
     cause = failed.__cause__ or failed  # `errors_name_batch` blames the data
     if not isinstance(cause, RuntimeError) or is_out_of_memory(cause) or run.processes.size > 1:
-        raise failed
+        return None
     return f"to train it fails ({shorten(str(cause), 120)})"
 
 

@@ -115,7 +115,7 @@ class Calls:
     stack_of: block -> its stack. outside: blocks that were called outside of a call of the model.
     attempt: the run under way. seen: gets each visit of a block in it. running: the block that computes.
     leaving: blocks that change attributes of their own that are DECIDING; late: blocks of which layers are called
-    after them as well; both known of runs that are `seen`.
+      after them as well; both known of runs that are `seen`.
     shapes: (block, signature of its arguments) -> its output without values, of all visits that have run; None where
       values decide what it puts out.
     """

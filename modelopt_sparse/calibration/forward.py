@@ -104,7 +104,10 @@ def input_key(layer: Layer, inputs: tuple[Tensor, ...]) -> tuple:
 def output_tensor(output: Any, *, first_alone: bool = False) -> Tensor:
     """What is compared of a block's output: its first tensor of numbers; where it is ``[samples, tokens, channels]``,
     with those of as many samples and channels behind it, as of two streams (Flux, Stable Diffusion 3)."""
-    first, *others = (dense_rows(x) for x in flat_tensors(output) if x.is_floating_point() or x.is_complex())
+    numbers = [dense_rows(x) for x in flat_tensors(output) if x.is_floating_point() or x.is_complex()]
+    if not numbers:
+        raise ValueError("a block puts out no tensor of numbers")
+    first, *others = numbers
     streams = [x for x in others if x.dim() == first.dim() == 3 and x.shape[::2] == first.shape[::2]]
     return first if first_alone or not streams else torch.cat([first, *streams], 1)
 

@@ -751,7 +751,7 @@ def _cut(holder: Callable[[], Any], name: str, gradient: Tensor) -> Tensor | Non
         if hasattr(gradient, "faint"):  # by another module that holds the weight
             return None
         gradient = faint_gradient(gradient, mask_like(mask, gradient))
-        gradient.faint = True  # type: ignore[attr-defined]
+        gradient.faint = True  # type: ignore[attr-defined]  # a mark for the hooks of the weight's other holders
         return gradient
     masked_by, *versions = getattr(gradient, "masked", (None,))
     if masked_by is mask and versions == [mask._version, gradient._version]:
