@@ -279,8 +279,6 @@ class Calls:
         self.running = None
         if self.seen and settings_of([*block.modules()], DECIDING) != before:
             self.leaving.add(block)
-        if any(isinstance(x, Unknown) for x in flat_tensors(output)):  # it came to the block past its arguments
-            attempt.need()
         answer = Answer.of(output, arguments, random, self._home.get(block))
         config = self.run.config
         dense_wanted = config.sequential == "none" or config.reconstruct is not None or config.budget is not None

@@ -161,7 +161,6 @@ def truth_of(calls: Calls, tried: Iterable[NumberedCall]) -> Tried:
 
 def is_repeatable(calls: Calls, tried: Tried) -> bool:
     """Whether the calls compute the same as before when they are run whole once more."""
-    calls.leaving.clear()  # what a first call sets up does not count
     pairs = [(visits or [], tried[call] or []) for call, visits in truth_of(calls, tried).items()]
     return all(_alike(visits, truth) and len(visits) == len(truth) for visits, truth in pairs)
 

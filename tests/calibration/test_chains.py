@@ -91,8 +91,9 @@ SAYING = {
 
 @pytest.mark.parametrize("said", SAYING)
 def test_what_a_block_says_beside_its_output_may_decide(said):
-    """Calls with the same shapes go other ways."""
-    batches = [x + shift for x, shift in zip(vectors(6)[:1] * 6, (-9, 9, -9, -9, 9, -9))]
+    """Calls with the same shapes go other ways, and the first of a shape the shortest."""
+    long, short = (torch.randn(2, length, 16, generator=torch.Generator().manual_seed(0)) for length in (8, 6))
+    batches = [long - 9, short + 9, short - 9, short - 9, long - 9, short - 9, short + 9]
     assert_calibrated(stacked.Deciding(SAYING[said]), STACKED, batches, "block")
 
 
@@ -118,7 +119,7 @@ def test_a_call_may_write_to_what_it_has_made_of_its_data(count):
 KINDS = """
     Stacked Activated AddedToSome Attributes Autocast Calling Counting CountingBranches Inference Locked Overwriting
     Remembering WithGradients WritingFirst WritingLater Between Branches BranchesOfCopies Checkpointed NoGrad Rescaled
-    Sized Skipping Swallowing WrittenBetween WrittenBranches
+    Prepared Sized Skipping Swallowing WrittenBetween WrittenBranches
 """
 CHAINED = {kind: (getattr(stacked, kind), STACKED) for kind in KINDS.split()}
 for block in (Again, SameTwice, Sometimes, WrittenBetween, stacked.Routed):

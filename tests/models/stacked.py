@@ -597,6 +597,17 @@ class Confident(Stacked):
                 return
 
 
+class Prepared(Stacked):
+    """Blocks note in their first call that they have been called, which nobody reads."""
+
+    class kind(Block):
+        is_ready = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.is_ready = True
+            return super().forward(x)
+
+
 class Deciding(nn.Module):
     """Each block says beside its output whether it is the last one, by what ``say`` makes of a bool."""
 
